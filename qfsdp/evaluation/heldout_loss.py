@@ -47,6 +47,14 @@ def in_order(world: World) -> dict[str, Any]:
     return {**ranks, "seed": 0, "shuffle": False}
 
 
+def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a batch on the model's device, summed over its targets."""
+    b = batch
+    given = {"labels": b.labels, "cu_seqlens": b.cu_seqlens, "num_targets": b.num_targets}
+    loss: torch.Tensor = model(b.tokens, b.positions, **given)
+    return loss
+
+
 def batch_losses(
     model: nn.Module, batches: Iterable[Batch], world: World
 ) -> list[tuple[float, int]]:
@@ -58,9 +66,7 @@ def batch_losses(
     targets: list[int] = []
     with evaluating(model):
         for batch in batches:
-            b = batch.to(world.device)
-            given = {"labels": b.labels, "cu_seqlens": b.cu_seqlens, "num_targets": b.num_targets}
-            losses.append(model(b.tokens, b.positions, **given))
+            losses.append(summed_loss(model, batch.to(world.device)))
             targets.append(batch.num_targets)
             moved()
     # Reading the losses waits for the accelerator, so it happens once, at the end.

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import write_json
 from qfsdp.common.sizes import format_size, parse_size
+from qfsdp.config.load import get_key
 from qfsdp.planning.advice import SUGGESTIONS, TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.tensor_subclasses.kernels.ability import failed_build, is_failed_build
 from qfsdp.training.memory_usage import IN_HOST, bytes_by_kind, peak_memory_bytes, plain_tensors
@@ -101,6 +102,9 @@ def _explanation(error: Exception, cfg: Any, run: Run, recipe_file: str) -> str:
     else:
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         ways = less_device_memory(cfg, kinds, ranks, on_gpu, training=run.clock is not None)
+    in_validation = run.clock is not None and run.clock.now == "validation"
+    if in_validation and get_key(cfg, "validation.batch_size") is not None:
+        ways = chain(["validation.batch_size=null"], ways)
     advice = list(islice(ways, SUGGESTIONS))
     details = {
         "where": where,

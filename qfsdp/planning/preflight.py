@@ -28,6 +28,7 @@ from qfsdp.planning.hardware import (
     known_gpu,
     machine_memory,
 )
+from qfsdp.planning.held_out import check_held_out
 from qfsdp.planning.oom import Run as Run
 from qfsdp.planning.oom import explain_out_of_memory as explain_out_of_memory
 from qfsdp.planning.predict import (
@@ -79,6 +80,7 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
     if not now.fits(hardware):
         with long_wait("memory: too little; searching for changes that fit"):
             raise UserError(refusal(predict, now))
+    check_held_out(predict)
     needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
     note_estimates(f"about {needs} of {available} per rank", _seconds(now))
     if speaks_for_all():

@@ -1,0 +1,59 @@
+"""Whether an evaluation fits beside training: `validation.batch_size` may be larger than that of
+training, and the run would end at the first evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.sizes import format_size
+from qfsdp.config.load import get_key
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.heldout_loss import summed_loss
+from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.modules.score_head import score_head
+from qfsdp.planning.predict import Predictor
+from qfsdp.training.scores import last_scores
+from qfsdp.training.steps import StepClock
+
+
+def check_held_out(predict: Predictor) -> None:
+    """Raises UserError: the training step of `predict` fits, and a held-out batch does not. Those
+    that are no larger than the micro-batches of training are not looked at."""
+    cfg = predict.cfg
+    size = get_key(cfg, "validation.batch_size")
+    several = hasattr(cfg, "adapters")  # they train together, and are evaluated one by one
+    if size is None or not cfg.validation.sets or size <= cfg.batch_size or several:
+        return
+    alone = {"global_batch_size": None, "optimizer_in_backward": False}
+    larger = {"batch_size": size, "gradient_accumulation_steps": 1}
+    larger |= {key: value for key, value in alone.items() if hasattr(cfg, key)}
+    found = replace(predict, cfg=replace(cfg, **larger), train_step=held_out_step)({})
+    if found.fits(predict.hardware):
+        return
+    needs, memory = format_size(found.device_bytes), format_size(predict.hardware.device_memory)
+    raise UserError(
+        f"validation.batch_size: {size}; an evaluation needs {needs} per rank; available: "
+        f"{memory}; expected a smaller one, or null: that of training, {cfg.batch_size}"
+    )
+
+
+def held_out_step(
+    model: nn.Module,
+    _optimizer: Optimizer,
+    _scheduler: None,
+    batches: list[Any],
+    _clip: float | None,
+    _world: World,
+    clock: StepClock,
+    **_: Any,
+) -> dict[str, float]:
+    """What an evaluation does with its batches, in place of a recipe's `train_step`."""
+    with clock.phase("validation"), evaluating(model):
+        for batch in batches:
+            (summed_loss if score_head(model) is None else last_scores)(model, batch)
+    return {}
