@@ -160,6 +160,7 @@ def test_what_config_json_says_per_layer(changes: dict[str, Any], expected: dict
         ("glm4-moe-plain", {}, []),
         ("qwen3-moe-dense-layers", {}, [0, 1, 4, 5, 6, 7]),
         ("qwen2-moe", {}, [0, 1]),
+        ("qwen2-moe", {"mlp_only_layers": [0, 1], "num_hidden_layers": 2}, [0, 1, 2, 3, 4, 5]),
     ],
 )
 def test_copies_of_dense_layers_of_a_mixture_are_dense(

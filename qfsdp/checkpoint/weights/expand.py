@@ -95,9 +95,8 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
     if unwindowed := config.get("max_window_layers"):
         expanded["max_window_layers"] = sum(source < unwindowed for source in sources)
     layers = tuple(decoder.layers[source] for source in sources)
-    if decoder.experts is not None:
-        dense = [at for at, kind in enumerate(layers) if not kind.mixture]
-        expanded |= _dense_layers(dense, config)
+    dense = [at for at, kind in enumerate(layers) if not kind.mixture]
+    expanded |= _dense_layers(dense, config)  # also where the rules name no mixture
     if DecoderConfig.from_dict(expanded).layers != layers:
         # Without those keys a family's rule says which layers are which, for another depth.
         usual = {True: FULL, False: SLIDING}
