@@ -25,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from unittest.mock import patch
 
 from qfsdp.common import progress
 from qfsdp.common.devices import accelerator, check_system
@@ -64,7 +65,7 @@ def _here(function: Callable[P, T]) -> Callable[P, T]:
         failed = ""
         quiet_torchao()
         try:
-            with limits_of_the_system(), _environment(), ExitStack() as stack:
+            with limits_of_the_system(), patch.dict(os.environ), ExitStack() as stack:
                 if not kwargs.get("verbose"):
                     text = io.StringIO()
                     stack.enter_context(redirect_stdout(text))
@@ -81,17 +82,6 @@ def _here(function: Callable[P, T]) -> Callable[P, T]:
         raise UserError(failed)  # without the frames of the first one, which hold the model
 
     return called
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in {*os.environ} - {*before}:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextmanager

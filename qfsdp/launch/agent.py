@@ -13,9 +13,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed.launcher.api as launcher
 from torch.distributed import DistStoreError, TCPStore
@@ -130,12 +130,6 @@ def _address(store: Any) -> str | None:
     return f"{store.host}:{store.port}" if isinstance(store, TCPStore) else None
 
 
-@contextmanager
-def our_agent() -> Iterator[None]:
-    """Makes torchrun's launcher use `Agent`."""
-    before = launcher.LocalElasticAgent
-    launcher.LocalElasticAgent = Agent  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        launcher.LocalElasticAgent = before  # type: ignore[misc]
+def our_agent() -> AbstractContextManager[Any]:
+    """Makes torchrun's launcher use `Agent` within a `with` block."""
+    return patch.object(launcher, "LocalElasticAgent", Agent)

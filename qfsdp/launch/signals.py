@@ -151,6 +151,8 @@ class Relay(_Requests):
 @contextmanager
 def forwarded_to_ranks() -> Iterator[Relay]:
     """Makes agents that run inside pass `SIGNALS` on to their ranks."""
+    from unittest.mock import patch
+
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     relay, start = Relay(), PContext.start
@@ -162,10 +164,9 @@ def forwarded_to_ranks() -> Iterator[Relay]:
         start(ranks)
         relay.started(ranks)
 
-    PContext.start = start_ranks  # type: ignore[method-assign, assignment]
     try:
-        yield relay
+        with patch.object(PContext, "start", start_ranks):
+            yield relay
     finally:
-        PContext.start = start  # type: ignore[method-assign]
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,7 @@ def patched(
         replacements.append((F, "scaled_dot_product_attention", _fused_attention))
     with ExitStack() as undo:
         for owner, name, value in replacements:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+            undo.enter_context(patch.object(owner, name, value))
         yield
 
 

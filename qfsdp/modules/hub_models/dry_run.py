@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 from qfsdp.modules.hub_models.decoder import HubDecoder
 
 
-@contextmanager
-def as_in_a_run(model: Any, packed: bool) -> Iterator[None]:
+def as_in_a_run(model: Any, packed: bool) -> AbstractContextManager[Any]:
     """Makes masks as real rows have them, in a `with` block. Of fake tensors transformers thinks
     that a compiler traces them, and gives each row the mask of a packed one."""
     if not isinstance(model, HubDecoder):
-        yield
-        return
-    import transformers.masking_utils
+        return nullcontext()
+    from transformers import masking_utils
 
-    masking: Any = transformers.masking_utils
-    before = masking.is_tracing
-    masking.is_tracing = lambda _=None: packed
-    try:
-        yield
-    finally:
-        masking.is_tracing = before
+    return patch.object(masking_utils, "is_tracing", lambda _=None: packed)
