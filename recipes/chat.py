@@ -96,7 +96,7 @@ class Conversation:
         leaves the conversation as it was, if there is no room for an answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = prompt_tokens(self._tokenizer, messages, True, self.system)
-        positions = self._model.config.max_position_embeddings
+        positions = self._model.config.most_positions(len(prompt))
         if len(prompt) >= positions:
             raise UserError(
                 f"the conversation has {len(prompt)} tokens; expected less than the model's "

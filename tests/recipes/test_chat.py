@@ -96,6 +96,21 @@ def test_a_conversation(
 
 
 @pytest.mark.usefixtures("eager")
+def test_an_answer_ends_at_the_original_context_of_longrope(
+    recipe: ModuleType, smollm2_dir: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """As it does at the last position: what is longer was refused."""
+    said = [{"role": "user", "content": "Hello"}]
+    tokenizer = config(recipe, smollm2_dir).tokenizer.build()
+    original = len(prompt_tokens(tokenizer, said, True, None)) + 3
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": original}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, rope_scaling=rope)
+    cfg = config(recipe, tmp_path / "model")
+    printed = talk(recipe, cfg, ["Hello"], monkeypatch, capsys)
+    assert printed[0] == expected_answer(cfg, said, new=3) + "\n"
+
+
 def test_ctrl_c_stops_an_answer(
     recipe: ModuleType, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
