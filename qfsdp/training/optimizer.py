@@ -52,9 +52,11 @@ def build_optimizer(
             group["lr"] = group["lr"] * group.pop("lr_ratio")
     every = [param for group in optimizer.param_groups for param in group["params"]]
     if any(isinstance(param, DTensor) for param in every):
-        if isinstance(optimizer, optim.Adafactor):  # raises on DTensors
+        of_bitsandbytes = type(optimizer).__module__.startswith("bitsandbytes.")
+        if isinstance(optimizer, optim.Adafactor) or of_bitsandbytes:  # they raise on DTensors
             found = f"{component.path} needs all rows of a weight, and ranks share them"
-            raise UserError(f"optimizer: {found}; expected one rank, or such as torch.optim.AdamW")
+            others = "torch.optim.AdamW, or torchao.optim.AdamW8bit with states in 8 bits"
+            raise UserError(f"optimizer: {found}; expected one rank, or such as {others}")
         if isinstance(optimizer, optim.Muon):
             log.warning(
                 "%s adds up products of shards in bf16: an update of several ranks differs from "

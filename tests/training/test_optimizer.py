@@ -177,8 +177,9 @@ def test_an_optimizer_that_refuses_the_parameters() -> None:
 
 
 def refused() -> None:
-    with pytest.raises(UserError, match="Adafactor needs all rows of a weight"):
-        build_optimizer(Component("torch.optim.Adafactor", {}), parameters())
+    for path in ("torch.optim.Adafactor", "bitsandbytes.optim.PagedAdamW8bit"):
+        with pytest.raises(UserError, match=f"{path} needs all rows of a weight"):
+            build_optimizer(Component(path, {}), parameters())
 
 
 def test_an_optimizer_of_whole_matrices_refuses_shards() -> None:
