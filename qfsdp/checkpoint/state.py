@@ -125,7 +125,9 @@ class Stager:
         """Entries for `dcp.save`. On an accelerator the copies are asynchronous: they are queued in
         the current stream."""
         params = trained_tensors(state.model)
-        staged = self.copy_tensors(params, state.optimizer)
+        # torchao keeps a state in 8 bits where blocks divide a rank's rows, so not on every rank.
+        apart = set().union(*self._world.gather(_apart(params, state.optimizer)))
+        staged = self.copy_tensors(params, state.optimizer, apart)
         entries: dict[str, Any] = {
             key: stack.entry(staged.local[key], params) for key, stack in staged.stacks.items()
         }
@@ -143,8 +145,18 @@ class Stager:
         return entries | {rank_entry(self._world.rank): {"random": random, "alone": only}}
 
     @torch.no_grad()
-    def copy_tensors(self, params: dict[str, Tensor], optimizer: Optimizer) -> StagedTensors:
-        """Copies the trained tensors and the optimizer's state of each."""
+    def copy_tensors(
+        self,
+        params: dict[str, Tensor],
+        optimizer: Optimizer,
+        apart: set[tuple[str, str]] | None = None,
+    ) -> StagedTensors:
+        """Copies the trained tensors and the optimizer's state of each.
+
+        Args:
+            apart: (name, field) of what some rank writes alone; None: what this rank does.
+        """
+        apart = _apart(params, optimizer) if apart is None else apart
         stacks: dict[str, StackedTensors] = {}
         tensors: dict[str, list[Tensor]] = {}
         alone: dict[str, dict[str, Any]] = {name: {} for name in params}
@@ -152,10 +164,10 @@ class Stager:
         for name, field, value, param in _tensors(params, optimizer):
             if not isinstance(value, Tensor):
                 values[name][field] = copy.deepcopy(value)
-            elif (rows := _held_by_rows(value, param)) is None:
+            elif (name, field) in apart:
                 alone[name][field] = vars(_RankTensor.of(value))
             else:
-                shape = tuple(value.shape)
+                rows, shape = bool(_held_by_rows(value, param)), tuple(value.shape)
                 key = f"{field} {list(shape)} {value.dtype}{'' if rows else ' whole'}"
                 stack = stacks.setdefault(key, StackedTensors(field, [], shape, rows, value.dtype))
                 stack.names.append(name)
@@ -242,6 +254,15 @@ def _tensors(
         yield name, TRAINED, param, param
         for field, value in optimizer.state.get(param, {}).items():
             yield name, field, value, param
+
+
+def _apart(params: dict[str, Tensor], optimizer: Optimizer) -> set[tuple[str, str]]:
+    """(name, field) of the tensors of this rank that another number of ranks could not read."""
+    return {
+        (name, field)
+        for name, field, value, param in _tensors(params, optimizer)
+        if isinstance(value, Tensor) and _held_by_rows(value, param) is None
+    }
 
 
 @dataclass
