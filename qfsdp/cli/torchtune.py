@@ -41,6 +41,7 @@ def _extend_tune(cli: Any) -> None:
         words = sys.argv[1:]
         asked = {"-h", "--help"} & set(words)
         if not words or words[0] in asked or (words[0] == "run" and words[1:2] in _HELP):
+            outlive_output_errors()
             try:
                 theirs()  # ends the process
             finally:

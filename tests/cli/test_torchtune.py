@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_without_a_home() -> None:
     told = done.stderr.splitlines()
     assert done.returncode == 2 and told[-1].startswith("error: HOME: not set"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
+    """`tune --help | head`"""
+    (tmp_path / "tune").write_text("from torchtune._cli.tune import main\nmain()\n")
+    read, write = os.pipe()
+    os.close(read)
+    typed = [sys.executable, tmp_path / "tune", "--help"]
+    done = subprocess.run(typed, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
 
 
 # What pip writes for torchtune, and at its end what it has imported.
