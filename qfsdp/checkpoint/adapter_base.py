@@ -46,7 +46,11 @@ def model_tokenizer() -> Component:
 
 
 def adapter_texts(cfg: Any) -> dict[str, str]:
-    """The files that a training recipe writes beside its adapter: name -> text."""
+    """The files that a run writes beside its adapter: name -> text.
+
+    Args:
+        cfg: the config of a training recipe.
+    """
     texts = adapter_template(cfg.tokenizer, cfg.dataset)
     settings = _settings_of(yaml.safe_load(to_yaml(cfg)))
     if cfg.tokenizer.path == OURS:
@@ -82,9 +86,12 @@ def _settings_of(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_model(dtype: str) -> dict[str, str]:
-    """The file for a model whose weights a run has changed: name -> text; `dtype` is `model.dtype`
-    of the run, or of the merge. Recipes that would quantize the model without a key compute with
-    its weights as they are then."""
+    """The file for a model whose weights a run has changed: name -> text. Recipes that would
+    quantize the model without a key compute with its weights as they are then.
+
+    Args:
+        dtype: `model.dtype` of the run, or of the merge.
+    """
     settings = {"model": {"dtype": dtype}, "quantization": {"format": "none"}}
     return {BASE_FILE: to_json(settings, indent=2) + "\n"}
 
@@ -135,8 +142,12 @@ def _adapters(tree: Any) -> Iterator[str]:
 
 
 def base_of(adapter: str) -> dict[str, Any] | None:
-    """Sections `model`, `quantization` and `tokenizer` as the run of an adapter (a folder in PEFT's
-    format, or a name on the hub) had them; what is not known is left out. None: no adapter."""
+    """Sections `model`, `quantization` and `tokenizer` as the run had them; what is not known is
+    left out. None if the folder is no adapter.
+
+    Args:
+        adapter: a folder in PEFT's format, or a name on the hub.
+    """
     folder = small_folder("adapter", adapter, "adapter")
     if not (written := json_object(folder / CONFIG_FILE)):
         return None  # `tell_another_base` says why

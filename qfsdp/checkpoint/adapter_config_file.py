@@ -55,9 +55,13 @@ UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica
 def peft_config(
     config: AdapterConfig, linears: list[str], base: str, tensors: Mapping[str, Tensor]
 ) -> dict[str, object]:
-    """The content of `adapter_config.json` for adapters, by our keys, of a base (a folder or a hub
-    name). `linears` are the names of the adapted ones, without experts; whole names if
-    `config.selects`."""
+    """The content of `adapter_config.json`.
+
+    Args:
+        linears: names of the adapted linears, without experts; whole names if `config.selects`.
+        base: a folder or a hub name.
+        tensors: the adapters, by our keys.
+    """
     repository, revision = hub_name(base) or (base, None)
     has_head = HEAD_KEY in tensors
     settings: dict[str, object] = {
@@ -96,9 +100,14 @@ def peft_config(
 
 
 def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
-    """PEFT's `exclude_modules` for an adapter, with tensors of these `keys`, of the text model in a
-    larger one: a pattern of all names but those of its layers, since a vision model may have
-    linears of the same last names. Empty if layers stand right below the body ("model.layers")."""
+    """PEFT's `exclude_modules` for an adapter of the text model in a larger one: a pattern of all
+    names but those of its layers, since a vision model may have linears of the same last names.
+
+    Empty if layers stand right below the body ("model.layers").
+
+    Args:
+        keys: of the adapters' tensors.
+    """
     names = [key.removeprefix("base_model.model.") for key in keys]
     deep = {match[1] for name in names if (match := _IN_DEEP_LAYER.match(name))}
     if len(deep) != 1:
@@ -132,8 +141,11 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) -> AdapterConfig:
-    """The section `adapter` of a checked config, without `targets`, and without patterns that match
-    none of `modules`, the names of the adapted linears."""
+    """The section `adapter` of a checked config, without `targets`.
+
+    Args:
+        modules: names of the adapted linears; patterns that match none are left out.
+    """
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3")
     if written["peft_type"] == "MISS":

@@ -297,7 +297,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file that is read within a `with` block; its faults are UserErrors."""
+    """A safetensors file that is read within a `with` block. Raises UserError: it cannot be read,
+    or is damaged."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -342,7 +343,8 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Key -> tensor in the file, which fits, of every adapter tensor of `model`."""
+    """Key -> tensor in the file, of every adapter tensor of `model`. Raises UserError: the file
+    lacks a tensor, has another one, or a tensor has another shape."""
     file = folder / WEIGHTS_FILE
     params, found = adapter_parameters(model), read_adapter_header(folder)
     if missing := params.keys() - found.keys():

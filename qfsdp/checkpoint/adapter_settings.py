@@ -24,9 +24,15 @@ OF_KIND = {"ia3": [], "miss": ["rank"], "oft": ["block_size"]}
 def check_settings(
     config: AdapterConfig, theirs: AdapterConfig, folder: str | Path, model: nn.Module
 ) -> None:
-    """Checks that the settings of the adapter in `folder` (`theirs`) are the run's, which `model`
-    is adapted with, perhaps on the meta device. Raises UserError: method, rank, alpha, linears or
-    whole modules differ."""
+    """Checks that an adapter's settings are the run's.
+
+    Args:
+        theirs: of the adapter in `folder`.
+        model: adapted as `config` says; may be on the meta device.
+
+    Raises:
+        UserError: method, rank, alpha, linears or whole modules differ.
+    """
     fields = OF_KIND.get(theirs.method, list(SHARED_FIELDS))
     if config.method != theirs.method and not (config.is_low_rank and theirs.is_low_rank):
         fields = ["method"]

@@ -19,9 +19,16 @@ from qfsdp.modules.low_rank.linear import refresh_dora_norms
 
 
 def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights) -> None:
-    """The preflight of `start_adapters`, for a model that may be on the meta device, and the
-    weights of `model.path`; reads settings and headers, no tensors. Raises UserError: see
-    `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts without experts."""
+    """The preflight of `start_adapters`; reads settings and headers, no tensors.
+
+    Args:
+        model: adapted as `config` says; may be on the meta device.
+        weights: of `model.path`.
+
+    Raises:
+        UserError: see `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts
+            without experts.
+    """
     if config.expert_rank is not None and model.config.experts_per_token is None:
         raise UserError(
             f"adapter.expert_rank: {config.expert_rank!r}, but this model has no mixture of "
@@ -39,10 +46,13 @@ def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights)
 def start_adapters(
     model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
 ) -> None:
-    """Initializes every adapter of a loaded and sharded model; every rank must call it. The weights
-    of `model.path` are read again unless `config.init` is "default". If a checkpoint will overwrite
-    the adapters (`resumed`), that is left out, unless the model keeps its start
-    (`qfsdp.modules.adapters.reference`)."""
+    """Initializes every adapter of a loaded and sharded model; every rank must call it.
+
+    Args:
+        path: `model.path`, whose weights are read again unless `config.init` is "default".
+        resumed: a checkpoint will overwrite the adapters; skips what reads weights, unless the
+            model keeps its start (`qfsdp.modules.adapters.reference`).
+    """
     overwritten = resumed and not keeps_start(model)
     init_adapters(model, seed, magnitudes=not overwritten)
     if overwritten:

@@ -62,11 +62,15 @@ def check_base_start(model: nn.Module, config: AdapterConfig, weights: ModelWeig
 def init_from_base(
     model: nn.Module, config: AdapterConfig, weights: ModelWeights, seed: int
 ) -> None:
-    """Moves a part of the original weight of every adapted linear into A and B, of a loaded and
-    sharded model with initialized adapters (`init_adapters`). Every rank must call it.
+    """Moves a part of every adapted linear's weight into A and B. Every rank must call it.
 
-    The result depends on the names and on the seed, of the thin matrices that PiSSA's iteration
-    starts with, up to rounding on other numbers of ranks."""
+    The result depends on the seed and the names only, up to rounding on other numbers of ranks.
+
+    Args:
+        model: loaded and sharded, with initialized adapters (`init_adapters`).
+        weights: the original weights.
+        seed: of the thin matrices that PiSSA's iteration starts with.
+    """
     for name, module, weight in original_rows(list(low_rank_linears(model)), weights, "weight"):
         # All rows, where the base is replicated and adapters are sharded.
         first, own = local_rows(module.weight).start, local_rows(module.lora_B)
@@ -83,7 +87,11 @@ def init_from_base(
 
 
 def _set_orthonormal(module: LowRankLinear, weight: Tensor) -> None:
-    """Sets B to the first columns of Q, A to the first rows of R; W = Q R has the rows of B."""
+    """Sets B to the first columns of Q, and A to the first rows of R, of W = Q R.
+
+    Args:
+        weight: `[rows, in]`, those of this rank's B.
+    """
     rank, b, held = module.lora_B.size(1), local_part(module.lora_B), local_rows(module.lora_A)
     b.copy_(weight[:, :rank])
     q = torch.linalg.qr(whole_tensor(module.lora_B).double())[0]
@@ -97,7 +105,11 @@ def _set_orthonormal(module: LowRankLinear, weight: Tensor) -> None:
 
 
 def _take_away(module: LowRankLinear, weight: Tensor, name: str) -> None:
-    """Writes W - s B A over the frozen weight, quantized if that is; W: this rank's rows."""
+    """Writes W - s B A over the frozen weight, quantized if that is.
+
+    Args:
+        weight: `[rows, in]`, this rank's rows of W.
+    """
     held = local_rows(module.weight)
     a, b = whole_tensor(module.lora_A).double(), whole_tensor(module.lora_B)[held].double()
     local = local_part(module.weight)

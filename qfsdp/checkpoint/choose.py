@@ -90,10 +90,16 @@ def _is_published(path: Path) -> bool:
 
 
 def find_checkpoints(resume: str | None, output_dir: Path) -> Choice:
-    """The checkpoints that a run may resume from: `resume` is null, "auto" (the newest checkpoint
-    in `output_dir`, if any), the folder of a checkpoint, or the output_dir of another run (its
-    newest). Raises UserError: there is no such checkpoint, all are damaged, or `output_dir` has
-    checkpoints of another run."""
+    """The checkpoints that a run may resume from.
+
+    Args:
+        resume: null, "auto" (the newest checkpoint in `output_dir`, if any), the folder of a
+            checkpoint, or the output_dir of another run (its newest checkpoint).
+
+    Raises:
+        UserError: there is no such checkpoint, all are damaged, or `output_dir` has checkpoints of
+            another run.
+    """
     try:
         return _find(resume, output_dir)
     except OSError as error:  # a path too long, a folder that may not be read
@@ -155,9 +161,15 @@ def check_files(folder: Path) -> dict[str, Any]:
 def check_resume(
     resume: str | None, output_dir: str, settings: Callable[[], dict[str, Any]] | None = None
 ) -> None:
-    """The preflight of `Checkpointer.find`. `settings`, not called for a new run, computes those
-    that are known before data is read; None: they are not compared. Raises UserError: see
-    `find_checkpoints` and `check_settings`."""
+    """The preflight of `Checkpointer.find`.
+
+    Args:
+        settings: computes the settings that are known before data is read; not called for a new
+            run. None: they are not compared.
+
+    Raises:
+        UserError: see `find_checkpoints` and `check_settings`.
+    """
     choice = find_checkpoints(resume, Path(output_dir).expanduser())
     if choice.folders and settings is not None:
         choice.check(settings())

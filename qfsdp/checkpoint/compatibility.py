@@ -54,10 +54,14 @@ checkpoints of earlier versions are compared; a key of one side only is not comp
 
 
 def config_settings(cfg: Any) -> dict[str, Any]:
-    """Key -> value of the settings in a recipe's config whose class is not "free" (`key_classes`).
+    """Key -> value of the settings in a config whose class is not "free" (`key_classes`).
 
-    Reads all bytes of the base (`model.folder`), of data files and of the tokenizer, if they are
-    not known from an earlier start (`qfsdp.common.file_digests`)."""
+    Reads all bytes of the base, of data files and of the tokenizer, if they are not known from an
+    earlier start (`qfsdp.common.file_digests`).
+
+    Args:
+        cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
+    """
     keys = flat(masked(OmegaConf.to_container(OmegaConf.create(resolved_yaml(cfg)), resolve=True)))
     settings = {k: v for k, v in keys.items() if class_of(k) != "free" and v != SECRET}
     for key in [key for key in settings if names_a_file(key, keys)]:
@@ -107,9 +111,16 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
 
 
 def settings_of_machines(settings: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
-    """The settings of this run on rank 0, computed on one rank of each machine and compared; every
-    rank must call it. Ranks with another learning rate or other weights would train without a word,
-    and with fewer rows wait for each other. Raises UserError on every rank: machines differ."""
+    """The settings of this run on rank 0, compared with those of every other machine; every rank
+    must call it. Ranks with another learning rate or other weights would train without a word, and
+    with fewer rows wait for each other.
+
+    Args:
+        settings: computes them, on one rank of each machine.
+
+    Raises:
+        UserError: machines differ; on every rank.
+    """
     several = world.size > world.local_size
     asked = world.rank == 0 or (several and os.environ.get("LOCAL_RANK") == "0")
     mine = settings() if asked else {}
@@ -178,7 +189,11 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _value(settings: Mapping[str, Any], other: Mapping[str, Any], key: str) -> Any:
-    """A key's value; an argument's default, if it is absent and `other` has that component."""
+    """The value of a key; where a component's argument is absent, its default.
+
+    Args:
+        other: has the key; of the same component.
+    """
     if key in settings or key in ABSENT:
         return settings.get(key, ABSENT.get(key))
     parent, _, name = key.rpartition(".")

@@ -49,9 +49,11 @@ TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an adapter's file: its name there, and its shape in a model.
+    """A tensor of an adapter's file.
 
     Fields:
+        name: in the file.
+        shape: as a model has it.
         experts: A or B of that many experts; 0: any other tensor.
         columns: whether it is B, in PEFT's order of columns.
     """
@@ -119,9 +121,12 @@ def module_of(key: str) -> str:
 def target_settings(
     config: AdapterConfig, linears: list[str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What `adapter_config.json` says of what is adapted, and with which ranks, of adapters by our
-    keys. `linears` are the names of the adapted ones, without experts; whole names if
-    `config.selects`."""
+    """What `adapter_config.json` says of what is adapted, and with which ranks.
+
+    Args:
+        linears: names of the adapted linears, without experts; whole names if `config.selects`.
+        tensors: our key -> tensor, of the adapters.
+    """
     patterned = bool(config.ends)
     ranks: dict[str, int] = {}
     for key, tensor in tensors.items():

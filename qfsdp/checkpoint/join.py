@@ -131,8 +131,14 @@ class Join:
 
     @torch.no_grad()
     def write(self, folder: Path, base: str) -> None:
-        """Writes the joined adapter in PEFT's format, with the first one's tokenizer and template;
-        `base` is recorded in its config. Raises UserError: see `plan` and `write_adapter`."""
+        """Writes the joined adapter in PEFT's format, with the first one's tokenizer and template.
+
+        Args:
+            base: recorded in `adapter_config.json`.
+
+        Raises:
+            UserError: see `plan` and `write_adapter`.
+        """
         tensors: dict[str, Tensor] = {}
         plan, generator = self.plan(), torch.Generator().manual_seed(self.seed)
         rank = self.rank or max(c.rank for of in plan.values() for c in of.values())

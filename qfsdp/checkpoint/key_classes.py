@@ -127,9 +127,13 @@ def class_of(key: str) -> Class:
 
 def names_a_file(key: str, settings: dict[str, Any]) -> bool:
     """Whether a key's value, a text, is the path of a file or folder. Any other text is compared as
-    it is, whatever lies in the working directory. `settings` are all keys, with their values.
+    it is, whatever lies in the working directory.
 
-    Of components these are the arguments with a path's name, such as `source` or `merges_file`."""
+    Of components these are the arguments with a path's name, such as `source` or `merges_file`.
+
+    Args:
+        settings: all keys, with their values.
+    """
     value, (parent, _, name) = settings[key], key.rpartition(".")
     key = _of_one(key)
     if not isinstance(value, str) or not value:

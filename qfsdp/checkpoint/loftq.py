@@ -70,13 +70,17 @@ def check_loftq(model: nn.Module, weights: ModelWeights) -> None:
 
 @torch.no_grad()
 def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
-    """Sets A and B of every quantized linear of a loaded and sharded model with initialized
-    adapters (`init_adapters`) to the best product for its error, and DoRA's magnitudes to the
-    resulting row norms. Every rank must call it.
+    """Sets A and B of every quantized linear to the best product for its error, and DoRA's
+    magnitudes to the resulting row norms. Every rank must call it.
 
-    The result depends on the names and on the seed, of the thin matrix that the iteration starts
-    with, up to rounding on other numbers of ranks. Directions beyond the rank of an error, and
-    linears that are not quantized, keep their values."""
+    The result depends on the seed and the names only, up to rounding on other numbers of ranks.
+    Directions beyond the rank of an error, and linears that are not quantized, keep their values.
+
+    Args:
+        model: loaded and sharded, with initialized adapters (`init_adapters`).
+        weights: the original weights.
+        seed: of the thin matrix that the iteration starts with.
+    """
     linears = list(_quantized_linears(model))
     for name, module, error in original_rows(linears, weights, "lora_B"):  # at first W
         for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, error.device)):
@@ -99,8 +103,12 @@ def original_rows(
     weights: ModelWeights,
     like: Literal["weight", "lora_B"],
 ) -> Iterator[tuple[str, LowRankLinear, Tensor]]:
-    """Of every linear its name, the module, and rows of the original W as they are stored, `[rows,
-    in]`: those that this rank holds of the parameter `like`."""
+    """Of every linear its name, the module, and rows of W as they are stored, `[rows, in]`.
+
+    Args:
+        weights: the original weights.
+        like: the parameter of which this rank holds the same rows.
+    """
     reads = []
     for name, module in linears:
         held, device = local_rows(getattr(module, like)), on_mesh(module.lora_B).device

@@ -32,8 +32,14 @@ CARD_FILE = "README.md"
 
 
 def publish(cfg: Any, folder: Path, world: World) -> None:
-    """Writes the card of a training run's adapter or model on rank 0, and has `push_to_hub` upload
-    it after the run. A card that cannot be written is a warning: the result is there."""
+    """Writes the card of a result on rank 0, and has `push_to_hub` upload it after the run.
+
+    A card that cannot be written is a warning: the result is there.
+
+    Args:
+        cfg: the config of a training recipe.
+        folder: of the adapter or model.
+    """
     if world.rank != 0:
         return
     try:
@@ -50,8 +56,12 @@ def push(cfg: Any, folder: Path, world: World) -> None:
 
 
 def model_card(cfg: Any, folder: Path) -> str:
-    """The text of the card of an adapter, or a model that need not be there yet, of a training
-    recipe or recipes/merge."""
+    """The text of the card.
+
+    Args:
+        cfg: the config of a training recipe, or of recipes/merge.
+        folder: of the adapter or model; a model need not be there yet.
+    """
     merged_from = get_key(cfg, "adapter")
     run = Path(get_key(cfg, "output_dir") or ".").expanduser()
     if isinstance(merged_from, str):  # recipes/merge

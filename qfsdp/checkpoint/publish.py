@@ -29,9 +29,15 @@ _NAME = re.compile(r"step_\d{6,}")
 
 
 class Publisher:
-    """Publishes the adapters of one run to the folder of `checkpoint.publish`, which it creates and
-    locks; `keep` stay, the latest among them. Raises UserError: another process publishes there, or
-    the folder cannot be written."""
+    """Publishes the adapters of one run to a folder, which it creates and locks.
+
+    Args:
+        folder: of `checkpoint.publish`.
+        keep: number of adapters to keep, the latest among them.
+
+    Raises:
+        UserError: another process publishes there, or the folder cannot be written.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder, keep

@@ -158,10 +158,15 @@ class Checkpointer:
 
     @long_wait("resume: looking for checkpoints")
     def find(self, resume: str | None, settings: Callable[[], dict[str, Any]]) -> Path | None:
-        """The checkpoint to resume from, found by rank 0; None for a new run. `settings` computes
-        those of this run, which its checkpoints record; it is called on rank 0, and once on every
-        other machine. Raises UserError: see `settings_of_machines`, `find_checkpoints` and
-        `check_settings`."""
+        """The checkpoint to resume from, found by rank 0; None for a new run.
+
+        Args:
+            settings: computes the settings of this run, which its checkpoints record; called on
+                rank 0, and once on every other machine.
+
+        Raises:
+            UserError: see `settings_of_machines`, `find_checkpoints` and `check_settings`.
+        """
         self._settings = settings_of_machines(settings, self._world)
         if self._world.rank == 0:
             self._choice = find_checkpoints(resume, self._output_dir)
@@ -284,9 +289,16 @@ class Checkpointer:
 
     @long_wait("saving what is trained")
     def save_result(self, save: Callable[[Path], None], folder: Path, cfg: Any = None) -> None:
-        """Writes what a run has trained to `folder`, at its end, with a card if there is a `cfg`.
-        Every rank must call it. Raises UserError: it cannot be written. The message names the
-        newest checkpoint, for which it waits."""
+        """Writes what a run has trained to `folder`, at its end, with a card. Every rank must call
+        it.
+
+        Args:
+            cfg: the recipe's config, for `publish`; None: no card.
+
+        Raises:
+            UserError: it cannot be written. The message names the newest checkpoint, for which it
+                waits.
+        """
         try:
             save(folder)
             if cfg is not None:
@@ -322,7 +334,11 @@ class Checkpointer:
 
     def _complete(self, step: int, partial: Path, final: Path, written: dict[str, Any]) -> None:
         """Completes and renames the checkpoint, and deletes old ones; on rank 0, after all ranks
-        have written. The files of `written` are hashed already."""
+        have written.
+
+        Args:
+            written: size and digest of the files that are hashed already.
+        """
         try:
             # Read from the files, not gathered from other ranks: this also checks the files.
             if self._export is not None:

@@ -29,9 +29,15 @@ TOKENIZER_FILES = (
 
 
 def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]:
-    """The files that a run with this tokenizer and dataset writes beside its adapter, name -> text:
-    `chat_template.jinja`; or nothing if the template is the model's own, or `plain` because the
-    model has none and the run has no conversations."""
+    """The files that a run writes beside its adapter: name -> text.
+
+    Args:
+        tokenizer, dataset: of the run's config.
+
+    Returns:
+        `chat_template.jinja`; or nothing if the template is the model's own, or `plain` because the
+        model has none and the run has no conversations.
+    """
     built = tokenizer.build()
     if not isinstance(built, HFTokenizer) or built.chat_template.of_model:
         return {}
@@ -41,9 +47,14 @@ def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]
 
 
 def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
-    """The files, name -> text, for a model that was trained over the one in `folder` with a
-    template, as `adapter_template` returns it; empty: the model's own. `generation_config.json`
-    gets the token that ends an answer, so that generation ends there."""
+    """The files for a model that was trained with a template: name -> text.
+
+    `generation_config.json` gets the token that ends an answer, so that generation ends there.
+
+    Args:
+        template: as `adapter_template` returns it; empty: the model's own.
+        folder: the base model, whose tokenizer the model has.
+    """
     tokenizer = chat_tokenizer(template, folder)
     if tokenizer is None:
         return template
@@ -58,7 +69,11 @@ def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None:
-    """The tokenizer of a model (see `model_template`); None if it has none, or no template."""
+    """The model's tokenizer; None if it has none, or none with a chat template.
+
+    Args:
+        template, folder: as in `model_template`.
+    """
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -71,17 +86,25 @@ def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None
 
 
 def read_template(adapter: Path | None, tokenizer: bool = False) -> dict[str, str]:
-    """The template in an adapter's folder, as `adapter_template` returns it, with the files of the
-    `tokenizer` if asked for; empty without one."""
+    """The template in an adapter's folder, as `adapter_template` returns it; empty without one.
+
+    Args:
+        tokenizer: the files of the tokenizer too.
+    """
     if adapter is None:
         return {}
     return texts_in(adapter, (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ())))
 
 
 def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:
-    """Builds the config's tokenizer for a model with an adapter, a folder in PEFT's format: with
-    the adapter's chat template. A `tokenizer.chat_template` other than `auto` in the config wins;
-    one line says so."""
+    """Builds the tokenizer for a model with an adapter: with the adapter's chat template.
+
+    A `tokenizer.chat_template` other than `auto` in the config wins; one line says so.
+
+    Args:
+        tokenizer: of the config.
+        adapter: a folder in PEFT's format, or None.
+    """
     takes_template = "chat_template" in inspect.signature(tokenizer.resolve()).parameters
     if adapter is None or not takes_template:
         return tokenizer.build()

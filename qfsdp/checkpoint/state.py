@@ -1,8 +1,9 @@
 """The state of a training run: copied for a checkpoint, and restored bit for bit.
 
 Trained tensors (adapters or weights) and optimizer states are hundreds of tensors of a few shapes.
-A checkpoint stacks those with the same meaning and shape into one entry `[number of tensors, rows,
-...]`, of which each rank has its rows. Any number of ranks can read the rows back.
+A checkpoint stacks those with the same meaning and shape into one entry
+`[number of tensors, rows, ...]`, of which each rank has its rows. Any number of ranks can read the
+rows back.
 
 For SmolLM2 with DoRA that is 27 entries instead of 2520. torch.distributed.checkpoint plans and
 writes them in 24 ms of CPU time per rank (of two) instead of 550 to 930 ms, or 370 to 640 ms with

@@ -47,10 +47,17 @@ from qfsdp.tensor_subclasses.finite import is_finite
 
 
 def write_state(folder: Path, entries: dict[str, Any], world: World, group: Any) -> dict[str, Any]:
-    """Writes the entries of all ranks (`Stager.copy`), and returns when all have written, as
-    `group` agrees: name within the checkpoint -> size and digest (`describe_file`), of the files of
-    all ranks. Raises CheckpointException: a rank could not write, or has numbers that are not
-    finite."""
+    """Writes the entries of all ranks (`Stager.copy`); returns when all have written.
+
+    Args:
+        group: the process group to agree in, or None.
+
+    Returns:
+        Name within the checkpoint -> size and digest (`describe_file`), of the files of all ranks.
+
+    Raises:
+        CheckpointException: a rank could not write, or has numbers that are not finite.
+    """
     writer = _Writer(folder, entries, world.rank)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     agreed: Any = {"process_group": group, "no_dist": group is None}
@@ -202,8 +209,13 @@ def first_not_finite(
 
 
 class HashingFileSystem(FileSystem):
-    """The file system of a `torch.distributed.checkpoint` writer that hashes files as it writes
-    them: `written` is file name -> size and digest."""
+    """The file system of a `torch.distributed.checkpoint` writer that hashes what it writes.
+
+    Files are hashed as they are written, and not read again.
+
+    Attributes:
+        written: file name -> size and digest.
+    """
 
     def __init__(self) -> None:
         self.written: dict[str, dict[str, Any]] = {}

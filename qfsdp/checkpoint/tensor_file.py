@@ -60,8 +60,12 @@ NUMBERS = ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora", *_PATTERNS)
 
 
 def digests(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of an adapter's file: of its CPU tensors as they are stored, and of
-    `adapter_config.json`."""
+    """The metadata of an adapter's file.
+
+    Args:
+        tensors: name -> CPU tensor, as they are stored.
+        settings: of `adapter_config.json`.
+    """
     return {TENSORS: _of_tensors(tensors, tensors.__getitem__), SETTINGS: _of_settings(settings)}
 
 

@@ -39,8 +39,14 @@ def main() -> None:
 
 
 def run_command(program: str, words: Sequence[str]) -> None:
-    """Runs one subcommand, the words after the name of `program` ("qfsdp" or "tune", for usage
-    messages). Ends the process with status 2 and one line on stderr after a UserError."""
+    """Runs one subcommand.
+
+    Args:
+        program: "qfsdp" or "tune", for usage messages.
+        words: the command line after the program's name.
+
+    Ends the process with status 2 and one line on stderr after a UserError.
+    """
     quiet_torchao()
     outlive_output_errors()
     with user_errors():
@@ -157,7 +163,8 @@ def run(program: str, words: Sequence[str]) -> None:
 
 
 def _check_config_file(recipe: str, argv: Sequence[str]) -> None:
-    """Finds what is wrong with the config file before the recipe has imported torch (seconds)."""
+    """Finds what is wrong with the config file before the recipe imports torch, which takes
+    seconds. Raises UserError."""
     from qfsdp.config.load import read_yaml, required_config
 
     path = next((word.removeprefix("--config=") for word in argv if "--config=" in word[:9]), None)

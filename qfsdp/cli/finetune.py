@@ -49,7 +49,13 @@ BUILDERS = {
 
 @dataclass
 class Plan:
-    """What was chosen: the recipe, the keys of its config, and lines that say what and why."""
+    """What was chosen.
+
+    Fields:
+        recipe: its name.
+        tree: the keys of the config.
+        lines: what was chosen and why.
+    """
 
     recipe: str
     tree: dict[str, Any]
@@ -80,9 +86,16 @@ class Plan:
 
 
 def finetune(program: str, words: Sequence[str], run: Callable[[str, Sequence[str]], None]) -> None:
-    """Plans a run from the words behind `finetune`, writes its config, runs it (`run` takes the
-    program, and the words behind `run`), and says what to type next. Raises UserError: a word, the
-    model or the rows are wrong."""
+    """Plans a run, writes its config, runs it, and says what to type next.
+
+    Args:
+        program: for messages.
+        words: behind `finetune`.
+        run: runs a recipe: the program, and the words behind `run`.
+
+    Raises:
+        UserError: a word, the model or the rows are wrong.
+    """
     if {"-h", "--help"} & {*words}:
         return print(f"usage: {program} {USAGE}\n\n{__doc__}".rstrip())
     dry, words = "--dry-run" in words, [word for word in words if word != "--dry-run"]

@@ -69,7 +69,9 @@ recipes of qfsdp:
 
 def _runs_ours(words: list[str]) -> bool:
     """Whether a command line is `run`, flags of torchrun and recipes/NAME, which is always ours.
-    Says so without importing torchtune: that takes 2.4 s, in which no mistake can be told."""
+
+    Says so without an import: torchtune takes 2.4 s, in which no mistake can be told.
+    """
     before = ""
     for word in words[1:] if words[:1] == ["run"] else []:
         if os.path.normpath(word).startswith("recipes" + os.sep):
@@ -82,9 +84,11 @@ def _runs_ours(words: list[str]) -> bool:
 
 
 def _is_ours(words: list[str]) -> bool:
-    """Whether a command line names a recipe or config of qfsdp, or one that a user copied. A name
-    that torchtune has too is torchtune's, unless `recipes/` or `configs/` stands before it, a file
-    of the user has it, or the config of a run is none of torchtune's."""
+    """Whether a command line names a recipe or config of qfsdp, or one that a user copied.
+
+    A name that torchtune has too is torchtune's, unless `recipes/` or `configs/` stands before it,
+    a file of the user has it, or the config of a run is none of torchtune's.
+    """
     if _runs_ours(words):
         return True
     from torchtune._recipe_registry import get_all_recipes

@@ -31,8 +31,14 @@ _known: dict[str, str] = {}
 
 
 def remembered(files: Sequence[Path], purpose: str, compute: Callable[[], str]) -> str:
-    """The result of `compute`, which reads `files`, for a `purpose`; kept in memory and on disk.
-    Raises OSError: a file cannot be read."""
+    """The result of `compute`, which reads `files`; kept in memory and on disk.
+
+    Args:
+        purpose: what is computed; other purposes have other results.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     identity = _identity(files)
     key = hashlib.sha256(f"{purpose} {identity}".encode()).hexdigest()
     if (found := _known.get(key) or _read(key)) is None:

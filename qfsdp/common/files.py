@@ -40,7 +40,10 @@ def check_no_pointer(file: Path) -> None:
 
 def to_json(content: Any, **options: Any) -> str:
     """Strict JSON (RFC 8259), which has no NaN and no infinity: these are written as null.
-    `options` are those of `json.dumps`."""
+
+    Args:
+        options: of `json.dumps`.
+    """
     try:
         return json.dumps(content, allow_nan=False, **options)
     except ValueError:
@@ -179,8 +182,11 @@ def why(error: BaseException) -> str:
 
 
 def not_written(path: Path, error: BaseException, size: int | None = None) -> str:
-    """The message about a file or folder that cannot be written; with the free space if `size`, the
-    bytes that it needs, is known."""
+    """The message about a file or folder that cannot be written.
+
+    Args:
+        size: bytes that it needs, if they are known; the message then tells the free space.
+    """
     text = f"'{path}' cannot be written: {why(error)}"
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         text += f"; expected {format_size(size)} of free space, found {format_size(free)}"
@@ -209,8 +215,13 @@ def nearest_existing(path: Path) -> Path:
 
 
 def warn_of_space(key: str, path: Path, size: int) -> None:
-    """Prints a warning if fewer than `size` bytes, the least that is written, are free for `path`,
-    the value of config `key`. No error, as a file system may compress."""
+    """Prints a warning if fewer than `size` bytes are free for `path`, the value of config `key`.
+
+    Args:
+        size: that is written at least.
+
+    No error, as a file system may compress.
+    """
     free = free_bytes(path)
     if free is not None and free < size:
         warn(

@@ -53,8 +53,11 @@ def join_key(prefix: str, name: str) -> str:
 def flat(
     tree: Any, prefix: str = "", is_value: Callable[[Any], bool] = lambda value: False
 ) -> dict[str, Any]:
-    """A tree of mappings as "section.name" -> value; {} for anything else. A mapping is a value
-    itself if `is_value` says so, and an empty one always."""
+    """A tree of mappings as "section.name" -> value; {} for anything else.
+
+    Args:
+        is_value: whether a mapping is a value itself; an empty one always is.
+    """
     found: dict[str, Any] = {}
     for name, value in tree.items() if isinstance(tree, dict) else ():
         key, nested = join_key(prefix, str(name)), isinstance(value, dict) and bool(value)

@@ -29,11 +29,14 @@ _folder: Path | None = None  # of the training run
 
 
 class _Output(io.RawIOBase):
-    """Writes to the file descriptor `number`, and goes on when that fails.
+    """Writes to a file descriptor, and goes on when that fails.
 
-    Fields:
+    Args:
+        number: the descriptor.
         name: of the stream, for the first line of `FILE`.
         gone: why nobody reads it from the start; "" if somebody may.
+
+    Fields:
         lost: why a part of the output is lost; "" if nothing is.
     """
 
@@ -64,7 +67,9 @@ class _Output(io.RawIOBase):
 
     def go_to(self, folder: Path | None, why: str = "") -> None:
         """Lets the descriptor, for other writers too, stand for `FILE` in a folder; None: nothing.
-        Does so only for a stream that is gone; `why` says that it is."""
+
+        Does so only for a stream that is gone; `why` says that it is.
+        """
         self._gone = self._gone or why
         if not self._gone:
             return
@@ -119,8 +124,11 @@ def print_to(folder: Path) -> None:
 
 
 def check_output(unread: bool = False) -> None:
-    """Raises UserError if a part of standard output is lost. With `unread` its reader may go before
-    the end, as `head` does."""
+    """Raises UserError if a part of standard output is lost.
+
+    Args:
+        unread: its reader may go before the end, as `head` does.
+    """
     output = _output_of(sys.stdout)
     if output is not None:
         sys.stdout.flush()

@@ -25,9 +25,14 @@ def sealed_json(values: Mapping[str, Any]) -> str:
 
 
 def read_sealed(path: Path, older: bool = False) -> dict[str, Any]:
-    """The values of a file written from `sealed_json`, or of one without a digest: `older` versions
-    that wrote this kind of file with "files" wrote no digest of itself. Raises Damaged: the file is
-    missing, is not a JSON object, or does not match its digest."""
+    """The values of a file written from `sealed_json`, or of one without a digest.
+
+    Args:
+        older: versions that wrote this kind of file with "files" wrote no digest of itself.
+
+    Raises:
+        Damaged: the file is missing, is not a JSON object, or does not match its digest.
+    """
     name = path.name
     try:
         if not path.is_file():

@@ -73,10 +73,16 @@ def bar(*args: Any, **kwargs: Any) -> tqdm[Any]:
 
 
 class LinesAbove:
-    """A stream that writes whole lines above the bar, each piece of text behind a prefix; `cleared`
-    is a context manager for the time of a write, when the bar is not on the screen. Text with a
-    carriage return or an escape sequence and no line end is the bar of another package, and
-    passes."""
+    """A stream that writes whole lines above the bar.
+
+    Text with a carriage return or an escape sequence and no line end is the bar of another package,
+    and passes.
+
+    Args:
+        stream: the stream itself.
+        cleared: a context manager for the time of a write: the bar is not on the screen.
+        prefix: what each piece of text begins with.
+    """
 
     def __init__(
         self, stream: TextIO, cleared: Callable[[], AbstractContextManager[Any]], prefix: str = ""
@@ -115,8 +121,12 @@ class LinesAbove:
 
 
 def keep_below(bar: tqdm[Any] | None) -> None:
-    """Sends the text of this process above `bar`, drawn on `screen()`, until `close_bar`. None: on
-    other ranks than the one that draws it, where each piece of text clears the line first."""
+    """Sends the text of this process above `bar` until `close_bar`.
+
+    Args:
+        bar: drawn on `screen()`; None on other ranks than the one that draws it. There each piece
+            of text clears the line first.
+    """
     global _close
     close_bar()
     if bar is None and not is_terminal():

@@ -120,9 +120,11 @@ class Component:
                 raise UserError(f"{key}.{name} is required by '{self.path}'")
 
     def _not_taken(self, key: str, unknown: list[str], known: list[str]) -> UserError:
-        """The error for arguments that the object does not take. Often they belong to the component
-        that another word has replaced, as after `optimizer._component_=other`. So the message has
-        the words that remove them."""
+        """The error for arguments that the object does not take.
+
+        Often they belong to the component that another word has replaced, as after
+        `optimizer._component_=other`. So the message has the words that remove them.
+        """
         name, remove = unknown[0], " ".join(f"~{key}.{name}" for name in unknown)
         if len(unknown) > 1:
             names = ", ".join(f"'{name}'" for name in unknown)
@@ -206,8 +208,11 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
 
 
 def _takes_any(target: Any, parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Whether the object takes arguments of any name, and its code reads them. torchtune's
-    TensorBoardLogger takes `**kwargs` and does nothing with them: a mistyped name would pass."""
+    """Whether the object takes arguments of any name, and its code reads them.
+
+    torchtune's TensorBoardLogger takes `**kwargs` and does nothing with them: a mistyped name would
+    pass unnoticed.
+    """
     name = next((n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
     function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
     if name is None or not inspect.isfunction(function):

@@ -16,9 +16,13 @@ Answer = str | dict[str, str]  # by the value that the key was given; "": for al
 
 
 class ForeignKeys(NamedTuple):
-    """What `foreign_keys.yaml` has: answers by other projects' keys, and what `false` of a key
-    means for ours, by our key; where it means something else, "our_key=value" by the other
-    project's key."""
+    """What `foreign_keys.yaml` has, by key.
+
+    Fields:
+        answers: by other projects' keys.
+        off: what `false` of a key means for ours, by our key; and where it means something else,
+            "our_key=value" by the other project's key.
+    """
 
     answers: dict[str, Answer]
     off: dict[str, str]
@@ -40,9 +44,12 @@ def _by_word(words: dict[str, str]) -> dict[str, str]:
 
 
 def answer_to(key: str, value: Any = None) -> str:
-    """What qfsdp has for another project's key with its sections ("model.lora_rank"), or its last
-    name alone, and the value that it was given: a key, "key=value", or a sentence; "" if
-    unknown."""
+    """What qfsdp has for another project's key: a key, "key=value", or a sentence; "" if unknown.
+
+    Args:
+        key: with its sections, such as "model.lora_rank"; a last name alone is known too.
+        value: that it was given.
+    """
     answers, off = foreign_keys()
     if isinstance(value, dict) and len(value) == 1 and f"{key}.{next(iter(value))}" in answers:
         return answer_to(f"{key}.{next(iter(value))}", *value.values())

@@ -63,8 +63,11 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
 
 
 def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
-    """As `load_config`, of a tree that `read_tree` or `over_defaults` returned; `path` is that of
-    its file, for messages."""
+    """As `load_config`, of a tree that `read_tree` or `over_defaults` returned.
+
+    Args:
+        path: of its file, for messages.
+    """
     try:
         resolved, from_environment = resolve(tree)
     except RecursionError:
@@ -175,9 +178,12 @@ _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:\d+)+[\d_.]*)")
 
 
 def _check_and_count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
-    """Checks the numbers of a YAML document (octal 010 is 8, and 1:30 is 90, which nobody means),
-    and counts its values once every reference (`*name`) is replaced by a copy: twelve lines of ten
-    references each stand for 10**11 values."""
+    """Checks the numbers of a YAML document, and counts its values once every reference (`*name`)
+    is replaced by a copy: twelve lines of ten references each stand for 10**11 values.
+
+    Raises MarkedYAMLError: a number is octal or of base 60 in YAML (010 is 8, 1:30 is 90), which
+    nobody means.
+    """
     number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
     if number and node is not None and _NOT_DECIMAL.fullmatch(node.value):
         problem = f"{node.value} is no decimal number; expected one, or quotes"

@@ -43,9 +43,14 @@ _ENTRY = re.compile(r"\*{0,2}(\w+(?:, \w+)*)(?: \([^)]*\))?: (.*)")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a config, with its section ("adapter.rank"): its type in words ("section" for a
-    section), its default as a plain value (`REQUIRED` without one), and what it means, if its
-    author has said."""
+    """One key of a config.
+
+    Fields:
+        name: with its section, such as "adapter.rank".
+        type: in words; "section" for a section.
+        default: as a plain value; `REQUIRED` without one.
+        sentence: what it means; "" if its author has not said.
+    """
 
     name: str
     type: str
@@ -57,8 +62,12 @@ class Key:
 
 
 def keys_of(schema: type, prefix: str = "", given: Any = None) -> Iterator[Key]:
-    """All keys of a schema at the place `prefix` of a config, each section followed by its keys;
-    `given` are its defaults where the section above has others than the schema."""
+    """All keys of a schema, each section followed by its keys.
+
+    Args:
+        prefix: the section's place in the config.
+        given: the section's defaults where the section above it has others than the schema.
+    """
     values = defaults(schema) | (given or {})
     hints, sentences = get_type_hints(schema), field_sentences(schema)
     for entry in fields(schema):
@@ -171,8 +180,10 @@ def component_keys(component: Component, place: str) -> Iterator[Key]:
 
 
 def _argument_sentences(target: Any) -> dict[str, str]:
-    """Names of arguments -> their sentences; "as in `other`." is what `other` says of it, a
-    function that the module of `target` has, or a package that it is in."""
+    """Names of arguments -> their sentences; "as in `other`." is what `other` says of it.
+
+    `other` is a function that the module of `target` has, or a package that it is in.
+    """
     text = target.__doc__ or ""
     said = entries(text, "Arguments:") | entries(text, "Args:")
     module = sys.modules.get(str(getattr(target, "__module__", None)))

@@ -51,9 +51,14 @@ def check_data(
 
 
 def check_dataset(key: str, dataset: Component) -> None:
-    """Checks a dataset and, if it is a mixture, its parts; reads the first rows of a file. `key` is
-    its place in the config, for messages. Raises UserError: `Component.check` or `check_source`
-    finds a mistake."""
+    """Checks a dataset and, if it is a mixture, its parts; reads the first rows of a file.
+
+    Args:
+        key: the dataset's place in the config, for the messages.
+
+    Raises:
+        UserError: `Component.check` or `check_source` finds a mistake.
+    """
     how, dataset = split_reading(key, dataset)
     dataset.check(key, provided=["tokenizer"])
     if "source" in dataset.kwargs:
@@ -65,8 +70,15 @@ def check_dataset(key: str, dataset: Component) -> None:
 
 
 def parts_of(key: str, sets: Any) -> dict[str, Component]:
-    """The parts of a mixture, by name, from its argument `sets`; anything but a mapping has none.
-    `key` is its place in the config, for messages. Raises UserError: a part is not a component."""
+    """The parts of a mixture, by name.
+
+    Args:
+        key: the mixture's place in the config, for the messages.
+        sets: its argument `sets`. Anything but a mapping has no parts.
+
+    Raises:
+        UserError: a part is not a component.
+    """
     from qfsdp.config.convert import as_component  # needs OmegaConf; this package needs torch only
 
     if not isinstance(sets, Mapping):

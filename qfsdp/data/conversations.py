@@ -169,8 +169,11 @@ def tokenize_conversations(
     tools_column: str | None = None,
     system_column: str | None = None,
 ) -> TokenizedDataset:
-    """Tokenizes rows that `turns_of` turns into lists of messages, in one of the two formats of
-    `chat_dataset`, which says the rest."""
+    """Tokenizes rows that `turns_of` turns into lists of messages; see `chat_dataset`.
+
+    Args:
+        turns_of: returns the messages of a row in one of the two formats of `chat_dataset`.
+    """
     if train_on_input and train_on_last_turn_only:
         raise UserError(
             "dataset.train_on_last_turn_only: true together with train_on_input; "
@@ -281,8 +284,12 @@ def _tokenize(
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Turns rows into one sample each, several rows at once; `to_chat` makes a conversation of a
-    row, and raises `Unusable` or UserError."""
+    """Turns rows into one sample each, several rows at once.
+
+    Fields:
+        tokenizer: of the conversations.
+        to_chat: makes a conversation of a row. Raises `Unusable` or UserError.
+    """
 
     tokenizer: Tokenizer
     to_chat: Callable[[Row], Chat]

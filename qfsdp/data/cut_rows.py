@@ -108,8 +108,12 @@ def reach_of(borders: Tensor, lengths: Tensor, width: int, parts: int) -> int:
 
 
 def document_borders(ends: Tensor, total: int) -> Tensor:
-    """`Batch.cu_seqlens` of documents one after the other, which end at `ends`, integers
-    `[documents]`; `total` is the end of the last."""
+    """`Batch.cu_seqlens` of documents one after the other.
+
+    Args:
+        ends: integers `[documents]`, where each ends.
+        total: number of tokens, the end of the last.
+    """
     borders = torch.full((-(-(len(ends) + 1) // 64) * 64,), total, dtype=torch.int32)
     borders[0], borders[1 : len(ends) + 1] = 0, ends
     return borders

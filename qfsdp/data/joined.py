@@ -17,9 +17,13 @@ from qfsdp.data.loader import StepLoader
 
 @dataclass(frozen=True)
 class JoinedBatch(Batch):
-    """A micro-batch with the rows of several adapters, one after the other: so many `rows` of each
-    (0: it is not trained in this micro-batch), with so many trained positions. `sample_ids`, int64
-    `[batch, seq]`, is the index of the adapter of each position."""
+    """A micro-batch with the rows of several adapters, one after the other.
+
+    Fields:
+        rows: number of rows of each; 0: it is not trained in this micro-batch.
+        targets_of: number of trained positions of each.
+        sample_ids: int64 `[batch, seq]`, the index of the adapter of each position.
+    """
 
     rows: tuple[int, ...] = ()
     targets_of: tuple[int, ...] = ()
@@ -61,9 +65,16 @@ def _borders(batches: Sequence[Batch]) -> Tensor:
 
 
 class JoinedLoader:
-    """This rank's micro-batches of any step of several adapters, by name; `steps` is the number of
-    updates of each, `total_steps` that of the longest. An adapter whose own updates are done, by
-    the `epochs` and `max_steps` of a run, has no rows any longer."""
+    """This rank's micro-batches of any step of several adapters.
+
+    Args:
+        loaders: of each adapter, by name.
+        epochs, max_steps: of a run. An adapter whose own updates are done has no rows any longer.
+
+    Attributes:
+        steps: number of updates of each adapter.
+        total_steps: that of the longest.
+    """
 
     def __init__(
         self, loaders: Mapping[str, StepLoader], epochs: int, max_steps: int | None

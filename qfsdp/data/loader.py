@@ -189,8 +189,13 @@ class Shares:
         item: Callable[[T], Mapping[str, Any]],
         samples: Callable[[T], tuple[int, ...]],
     ) -> list[Batch]:
-        """This rank's micro-batches of the items `chosen` for a step, in order, by whatever names
-        them; `item` reads one for `collate`, and `samples` gives the indices of what it holds."""
+        """This rank's micro-batches.
+
+        Args:
+            chosen: the items of the step, in order, by whatever names them.
+            item: reads an item for `collate`.
+            samples: the indices of the samples that an item holds.
+        """
         batches = []
         for begin in range(0, len(chosen), self._micro_batch):
             # Every world_size-th item: a short micro-batch is spread over the ranks.

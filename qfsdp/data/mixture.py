@@ -27,7 +27,13 @@ class MixtureDataset:
     they are the same on every rank. How often two samples of a dataset are chosen differs by at
     most one.
 
-    `counts` is name -> number of samples to choose. Samples repeat if the dataset has fewer.
+    Args:
+        parts: name -> dataset.
+        counts: name -> number of samples to choose. Samples repeat if the dataset has fewer.
+        seed: seed of the choice and of the order.
+
+    Attributes:
+        parts: as given.
     """
 
     def __init__(

@@ -82,9 +82,16 @@ def sample_lengths(dataset: MapDataset) -> Sequence[int]:
 
 
 def best_fit(lengths: torch.Tensor, space: int, seed: int) -> list[list[int]]:
-    """Best-fit decreasing: the sample indices of each pack of `space` slots, for int64 lengths
-    `[samples]` that are no longer. Every sample is in exactly one pack; those of equal length are
-    in an order of `seed`. A million samples take 0.9 s on one core (2,048 slots)."""
+    """Best-fit decreasing. A million samples take 0.9 s on one core (2,048 slots).
+
+    Args:
+        lengths: int64 `[samples]`, each at most `space`.
+        space: slots of a pack.
+        seed: seed of the order among samples of equal length.
+
+    Returns:
+        The sample indices of each pack. Every sample is in exactly one pack.
+    """
     shuffled = shuffled_indices(len(lengths), f"packing {seed}")
     descending = lengths[shuffled].sort(descending=True, stable=True)
     packs: list[list[int]] = []

@@ -105,7 +105,8 @@ def _sample(row: Row, ids_column: str, most: int | None) -> Sample:
 def _integers(
     row: Row, column: str, least: int, most: int | None, length: int | None = None
 ) -> list[int]:
-    """A cell that is a list of integers from `least` to below `most`; -100 may stand for none."""
+    """A cell that is a list of integers from `least` to below `most`; -100 may stand for none.
+    Raises UserError: it is not."""
     values = row[column]
     if not isinstance(values, list):
         kind = type(values).__name__

@@ -131,8 +131,14 @@ def reads_rows(builder: T) -> T:
 
 
 def split_reading(key: str, dataset: Component) -> tuple[Reading, Component]:
-    """How the dataset at `key` of the config is read, and the component without these keys. Raises
-    UserError: a key has a value that is not valid."""
+    """How a dataset is read, and the component without these keys.
+
+    Args:
+        key: the dataset's place in the config, for messages.
+
+    Raises:
+        UserError: a key has a value that is not valid.
+    """
     if further_keys(dataset.resolve(key)) is None:
         return Reading(), dataset
     given = {name: value for name, value in dataset.kwargs.items() if name in KEYS}

@@ -46,8 +46,15 @@ _REQUIRED = (
 
 @dataclass
 class Form:
-    """A form of rows: its name in words, the dataset of `qfsdp.data` that reads it, its arguments
-    that are not the defaults, the columns that are read, and those that are not."""
+    """A form of rows.
+
+    Fields:
+        name: in words.
+        builder: the dataset of `qfsdp.data` that reads it.
+        keys: its arguments that are not the builder's defaults.
+        read: the columns that are read.
+        unread: those that are not.
+    """
 
     name: str
     builder: str
@@ -75,8 +82,11 @@ class Form:
 
 
 def form_of(row: Mapping[str, Any]) -> Form | None:
-    """The form of a row, or of the `typical` one of several, by the names of its columns and the
-    kinds of their values."""
+    """The form of a row, by the names of its columns and the kinds of their values.
+
+    Args:
+        row: a row, or the `typical` one of several.
+    """
     if _of_a_service(row):
         return None
     lower = {name.strip().lower(): name for name in row}
@@ -188,9 +198,14 @@ def has_splits(source: str) -> bool:
 
 
 def check_columns_of(key: str, dataset: Component) -> None:
-    """Looks at the first rows of a local file for the columns that a dataset of ours, at `key` of
-    the config, needs. Raises UserError: they have not all of them; the message has the words that
-    read these rows."""
+    """Looks at the first rows of a local file for the columns that a dataset of ours needs.
+
+    Args:
+        key: the dataset's place in the config, for the message.
+
+    Raises:
+        UserError: they have not all of them; the message has the words that read these rows.
+    """
     source = dataset.kwargs.get("source")
     if not dataset.path.startswith("qfsdp.data.") or not isinstance(source, str):
         return

@@ -88,9 +88,14 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """What became of a row: tokens and labels of its samples, or the problem: `Unusable` skips the
-    row, UserError ends the run. `spelled` is the first special token that its text spells and what
-    became of it; `remark` is what a user must know of how the row is trained."""
+    """What became of a row.
+
+    Fields:
+        samples: tokens and labels.
+        problem: why it has no samples: `Unusable` skips the row, UserError ends the run.
+        spelled: the first special token that its text spells and what became of it, or None.
+        remark: what a user must know of how the row is trained, or None.
+    """
 
     samples: Sequence[Sample] = ()
     problem: Unusable | UserError | None = None
@@ -101,8 +106,12 @@ class TokenizedRow:
 def one_by_one(
     samples_of: Callable[[Row], Iterable[Sample]], tokenizer: Any = None
 ) -> Callable[[Sequence[Row]], list[TokenizedRow]]:
-    """The `tokenize` of `tokenize_rows` for a function of a single row, which raises `Unusable` or
-    UserError, and the tokenizer that it uses: `HFTokenizer` notes special tokens in texts."""
+    """The `tokenize` of `tokenize_rows` for a function of a single row.
+
+    Args:
+        samples_of: returns the samples of a row. Raises `Unusable` or UserError.
+        tokenizer: the one that `samples_of` uses. `HFTokenizer` notes special tokens in texts.
+    """
     notes: list[str] = getattr(tokenizer, "spelled", [])
 
     def tokenize(rows: Sequence[Row]) -> list[TokenizedRow]:

@@ -55,9 +55,15 @@ class Place:
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """Samples of rows that are read while training, by a tokenizer, in blocks of `shuffle_buffer`
-    rows. `check` is that of the ids of a block; `pack` are slots of a pack and seed, or None for
-    samples."""
+    """Samples of rows that are read while training.
+
+    Fields:
+        rows: the data.
+        tokenizer: turns them into samples.
+        shuffle_buffer: rows of a block.
+        check: of the ids of a block, or None.
+        pack: slots of a pack and seed, or None for samples.
+    """
 
     rows: RowStream
     tokenizer: RowTokenizer
@@ -266,8 +272,14 @@ Loader = StepLoader | StreamLoader
 
 
 def step_loader(dataset: Any, **options: Any) -> Loader:
-    """The loader of a dataset, with the options of `StepLoader`: one, or a `StreamLoader` of a
-    stream. Raises UserError: as in both; or no row has a target within `max_seq_len`."""
+    """The loader of a dataset: a `StepLoader`, or a `StreamLoader` of a stream.
+
+    Args:
+        options: as in `StepLoader`.
+
+    Raises:
+        UserError: as in both; or no row has a target within `max_seq_len`.
+    """
     if isinstance(dataset, StreamedDataset):
         return StreamLoader(dataset, **options)
     samples, limit = getattr(dataset, "dataset", dataset), options.get("max_seq_len")

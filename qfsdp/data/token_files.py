@@ -10,9 +10,10 @@
 The key is a hash of everything that decides the tokens: the contents of data files (the fingerprint
 of `datasets` for hub names), the builder and its arguments, the tokenizer with its chat template,
 and the code. The folder gets its name when it is complete, so one that was cut off is never read.
-Digests are compared at every start, and a damaged dataset is tokenized again. Whoever has the lock
-tokenizes; the other ranks and runs wait and then map the files. Mapped pages are shared: N ranks
-hold the data once, and the system may drop them. To clear the cache, delete the folder.
+Digests are compared at every start, and a damaged dataset is tokenized again.
+Whoever has the lock tokenizes; the other ranks and runs wait and then map the files. Mapped pages
+are shared: N ranks hold the data once, and the system may drop them. To clear the cache, delete
+the folder.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ Arrays = dict[str, Any]
 
 
 def cache_key(builder: Mapping[str, Any], tokenizer: Any, rows: Rows, source: str) -> str:
-    """The name of a tokenized dataset; `builder` is its `_component_` and the arguments. Reads the
-    data files once, at 1 GB/s or more."""
+    """The name of a tokenized dataset. Reads the data files once, at 1 GB/s or more.
+
+    Args:
+        builder: `_component_` and the arguments.
+    """
     arguments = {name: value for name, value in builder.items() if name != "source"}
     parts = {
         "builder": arguments,
@@ -91,8 +95,12 @@ def _code_digest(component: str) -> str:
 
 
 class ArrayWriter:
-    """Appends to flat arrays, in files of a new folder, or in memory without one or if they cannot
-    be written. `on_failure` is told where and why. What they have is read back."""
+    """Appends to flat arrays: in files, or in memory if the files cannot be written.
+
+    Args:
+        folder: a new folder for the files; None: in memory.
+        on_failure: is told where and why the files cannot be written. What they have is read back.
+    """
 
     def __init__(
         self, folder: Path | None, on_failure: Callable[[Path, BaseException], None]
@@ -158,8 +166,11 @@ class ArrayWriter:
 
 
 def read_arrays(folder: Path, tell: bool = False) -> tuple[Arrays, dict[str, Any]] | None:
-    """The mapped arrays and the summary of a complete dataset; None if it is missing or damaged,
-    with a warning of damage if `tell`."""
+    """The mapped arrays and the summary of a complete dataset; None if it is missing or damaged.
+
+    Args:
+        tell: warn of a damaged one.
+    """
     if not folder.exists():
         return None
     try:

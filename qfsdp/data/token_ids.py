@@ -46,7 +46,11 @@ def check_tokenizer_ids(
 
 
 def check_ids(place: str, ids: Any, rows: int, tokenizer: Any = None) -> None:
-    """Raises UserError (with `place`) if one of `ids` has no row in an embedding of `rows`."""
+    """Raises UserError if one of `ids` has no row in an embedding of `rows`.
+
+    Args:
+        place: of the ids, for the message.
+    """
     found = np.asarray(ids)
     if found.size and not (found.min() >= 0 and found.max() < rows):
         index = int(found[(found < 0) | (found >= rows)][0])
@@ -54,9 +58,16 @@ def check_ids(place: str, ids: Any, rows: int, tokenizer: Any = None) -> None:
 
 
 def with_checked_ids(key: str, dataset: Any, rows: int, tokenizer: Any = None) -> Any:
-    """The dataset at `key` of the config, after a check of all its ids or with a check of each
-    sample that is read. qfsdp's hold all tokens in one array, which is checked at once: 0.1 s for
-    100 million tokens. Raises UserError: an id has no row in the embedding."""
+    """The dataset, after a check of all its ids or with a check of each sample that is read.
+
+    Args:
+        key: the dataset's place in the config, for messages.
+        dataset: a map-style dataset. qfsdp's hold all tokens in one array, which is checked at
+            once: 0.1 s for 100 million tokens.
+
+    Raises:
+        UserError: an id has no row in the embedding.
+    """
     if isinstance(dataset, StreamedDataset):
         return dataset.checked(lambda block: _check_array(key, block, rows, tokenizer))
     for name, part in getattr(dataset, "parts", {"": dataset}).items():

@@ -44,10 +44,15 @@ _work: Any = None  # of a worker process
 
 
 def in_order(work: Work, count: int, size: int, processes: int, at_once: bool) -> Iterator[Any]:
-    """The results of `work(start, stop)`, which dill must pickle, for pieces of `size` of `count`
-    items, in order; what it raises is raised here in its place. With `at_once` the processes are
-    used from the first piece on, however short the work. Raises UserError: a process was ended from
-    outside."""
+    """The results of `work(start, stop)` for pieces of `size` of `count` items, in order.
+
+    Args:
+        work: must be picklable by dill; what it raises is raised here in its place.
+        at_once: use the processes from the first piece on, however short the work is.
+
+    Raises:
+        UserError: a process was ended from outside.
+    """
     pieces = [(start, min(start + size, count)) for start in range(0, count, size)]
     began, at = time.monotonic(), 0
     pool: ProcessPoolExecutor | None = None
@@ -109,7 +114,11 @@ def _without_main() -> Iterator[None]:
 
 
 class Background:
-    """One process that does one piece of work after the other, on request. dill must pickle it."""
+    """One process that does one piece of work after the other, on request.
+
+    Args:
+        work: what it does; must be picklable by dill.
+    """
 
     def __init__(self, work: Any) -> None:
         import dill

@@ -151,9 +151,14 @@ class HFTokenizer:
         return [], []
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Ids of a text that is not a message, with what the tokenizer puts before a text (bos, or
-        nothing) and with eos. Special tokens that the text spells are special, unless
-        `special_tokens_in_text` is "plain"."""
+        """Ids of a text that is not a message.
+
+        Special tokens that the text spells are special, unless `special_tokens_in_text` is "plain".
+
+        Args:
+            add_bos: begin with what the tokenizer puts before a text: bos, or nothing.
+            add_eos: end with eos.
+        """
         token = self._special.first_in(text)
         if token is not None:
             self._note(token)
@@ -260,9 +265,15 @@ class HFTokenizer:
         return found.tokens, found.mask
 
     def tokenize_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[TokenizedChat | UserError]:
-        """Tokenizes several conversations ("messages" and maybe "tools") at once, which is faster:
-        for each what `tokenize_messages` returns, or the error that it raises. After a template or
-        the tokenizer has exceeded its time, the rest have that error."""
+        """Tokenizes several conversations at once, which is faster.
+
+        Args:
+            chats: "messages" and maybe "tools", as in `tokenize_messages`.
+
+        Returns:
+            For each of them what `tokenize_messages` returns, or the error that it raises. After a
+            template or the tokenizer has exceeded its time, the rest have that error.
+        """
         asked = [Conversation.of(chat["messages"], chat.get("tools")) for chat in chats]
         return [self._cut(found) for found in self._tokenize(asked)]
 

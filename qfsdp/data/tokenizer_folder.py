@@ -166,9 +166,13 @@ def _text_of(entry: Any) -> Any:
 def add_new_tokens(
     backend: Tokenizer, tokens: Sequence[str], special: bool, key: str
 ) -> dict[str, int]:
-    """Adds tokens to a tokenizer: text -> id. Decoding leaves out those that are `special`, and the
-    text of a message does not spell them. Raises UserError, which names the config's `key`: a token
-    is empty, named twice or there already."""
+    """Adds tokens to a tokenizer: text -> id. Raises UserError: a token is empty, named twice or
+    there already.
+
+    Args:
+        special: whether decoding leaves them out and the text of a message does not spell them.
+        key: of the config, for messages.
+    """
     from tokenizers import AddedToken
 
     for at, token in enumerate(tokens):
@@ -184,8 +188,14 @@ def add_new_tokens(
 
 
 def given_template(given: str) -> tuple[str, Path]:
-    """A template from the config, the path of a file or a Jinja template itself, and its place for
-    messages. Raises UserError: the file does not exist or cannot be read."""
+    """A template from the config, and its place for messages.
+
+    Args:
+        given: the path of a file, or a Jinja template itself.
+
+    Raises:
+        UserError: the file does not exist or cannot be read.
+    """
     file = Path(given).expanduser()
     if os.path.isfile(file):  # Path.is_file raises OSError if the text is too long for a path
         return read_text(file), file

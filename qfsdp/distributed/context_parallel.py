@@ -16,8 +16,11 @@ from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 
 def share_rows(model: AnyDecoder, parts: int, world: World) -> None:
-    """Has every `parts` neighbouring ranks, a divisor of all, share the rows that `model` gets.
-    Collective."""
+    """Has every `parts` neighbouring ranks share the rows that `model` gets. Collective.
+
+    Args:
+        parts: a divisor of the number of ranks.
+    """
     mesh = new_mesh(world, (world.size // parts, parts), ("rows", "parts"))
     group = mesh["parts"].get_group()
     GROUPS[group.group_name] = group

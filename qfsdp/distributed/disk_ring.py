@@ -29,8 +29,14 @@ from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of one weight in a file, of `row_bytes` bytes each; `read_into` fills a contiguous
-    uint8 tensor of `rows * row_bytes` with them, in the ring's thread."""
+    """Rows of one weight in a file.
+
+    Fields:
+        rows: their number.
+        row_bytes: bytes of one row.
+        read_into: fills a contiguous uint8 tensor of `rows * row_bytes` with them. The ring calls
+            it in its thread.
+    """
 
     rows: int
     row_bytes: int
@@ -57,11 +63,13 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Slot:
-    """One buffer of the ring, uint8, pinned where there is an accelerator.
+    """One buffer of the ring.
 
     Fields:
-        unit: that it holds or is being filled with; None at the start.
-        ready: set after the read has succeeded or failed (`error`).
+        buffer: uint8, pinned where there is an accelerator.
+        unit: the unit that it holds or is being filled with; None at the start.
+        ready: set after the read has succeeded or failed.
+        error: why the read failed, or None.
         copied: events of copies to the device; the buffer is not refilled before they finish.
     """
 
@@ -147,10 +155,12 @@ class DiskRing:
         return slot
 
     def _read_ahead(self) -> None:
-        """Requests the predicted units, as many as there are buffers. The unit that was read last
-        stays: its other weights are read next, also where the order is already ahead of it. Without
-        this, two buffers took each other's place at every weight: the second step of six layers
-        read 27 units instead of 9."""
+        """Requests the predicted units, as many as there are buffers.
+
+        The unit that was read last stays: its other weights are read next, also where the order
+        is already ahead of it. Without this, two buffers took each other's place at every weight:
+        the second step of six layers read 27 units instead of 9.
+        """
         units = self.order.next(len(self._slots))
         last = self._slots[-1].unit
         for at, unit in enumerate(units):

@@ -66,8 +66,12 @@ def exchanged(
 
 
 class ExpertExchange:
-    """Computes the experts of tokens where the experts are; see `MixtureMLP.exchange`. The ranks of
-    `group` hold all of them, an equal number each."""
+    """Computes the experts of tokens where the experts are; see `MixtureMLP.exchange`.
+
+    Args:
+        group: ranks that hold all experts between them, an equal number each.
+        experts: number of all experts.
+    """
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self.group, self.experts = group, experts
@@ -82,7 +86,8 @@ class ExpertExchange:
         return y
 
     def _exchange(self, local: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The host waits for the tokens of every expert: a rank must know how many come."""
+        """The host waits for the number of tokens of every expert: a rank must know how many
+        come."""
         order, places, ends = dispatch(chosen, self.experts)
         send, receive, arriving = self._plan(ends, order.numel())
 
@@ -96,8 +101,10 @@ class ExpertExchange:
 
     def _plan(self, ends: Tensor, rows: int) -> tuple[list[int], list[int], Tensor]:
         """The numbers of rows to send to and to receive from each rank, and of each row that
-        arrives the number of its expert among those of this rank. In a dry run, where nobody knows
-        the counts, every rank sends and receives equal shares."""
+        arrives the number of its expert among those of this rank.
+
+        In a dry run, where nobody knows the counts, every rank sends and receives equal shares.
+        """
         size = self.group.size()
         counts = ends.long().diff(prepend=ends.new_zeros(1))
         each = self.experts // size
@@ -163,9 +170,13 @@ def keep_own_experts(model: Decoder, mesh: DeviceMesh) -> list[Experts]:
 
 
 def see_all_rows(experts: Experts, mesh: DeviceMesh, parts: int) -> None:
-    """Makes parameters that are sharded over a part parameters of all ranks (`mesh`, 1-D): the same
-    local rows, and the shape of all. FSDP2 takes such a parameter, and makes gradients like it, as
-    after `load_state_dict(assign=True)`."""
+    """Makes parameters that are sharded over a part parameters of all ranks: the same local rows,
+    and the shape of all. FSDP2 takes such a parameter, and makes gradients like it, as after
+    `load_state_dict(assign=True)`.
+
+    Args:
+        mesh: 1-D, of all ranks.
+    """
     for linear in experts.modules():
         for name, param in list(linear.named_parameters(recurse=False)):
             shape = (param.size(0) * parts, *param.shape[1:])

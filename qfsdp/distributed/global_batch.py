@@ -29,8 +29,15 @@ def check_global_batch(cfg: Any) -> None:
 
 
 def split_batch(cfg: Any, ranks: int) -> int:
-    """Sets `cfg.gradient_accumulation_steps` of a training recipe on so many `ranks` where
-    `cfg.global_batch_size` is given; returns it. Raises UserError: as `check_global_batch`."""
+    """Sets `cfg.gradient_accumulation_steps` where `cfg.global_batch_size` is given; returns it.
+
+    Args:
+        cfg: a training recipe's config.
+        ranks: number of all ranks.
+
+    Raises:
+        UserError: as `check_global_batch`.
+    """
     parts = cfg.sharding.context_parallel
     if ranks % parts:
         expected = f"expected a divisor of {ranks}, the number of ranks"

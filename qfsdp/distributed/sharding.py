@@ -148,7 +148,8 @@ def _unit_options(model: AnyDecoder, config: ShardingConfig, world: World) -> di
 
 
 def _shard_linears(layer: nn.Module, unit: dict[str, Any]) -> None:
-    """Makes each linear of a layer a unit. No layer changes in place what they return, a view."""
+    """Makes each linear of a layer a unit. FSDP2 warns that what they return is a view; no layer
+    changes it in place."""
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+Linear\)", UserWarning)
     for module in layer.modules():
         if isinstance(module, LINEARS) and not isinstance(module, FSDPModule | OneOfSeveral):

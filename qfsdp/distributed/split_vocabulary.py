@@ -57,9 +57,15 @@ CHUNK_EMBEDDED_BYTES = 1 << 26
 def splits_vocabulary(
     model: Decoder | HubDecoder, config: ShardingConfig, ranks: int, tokens: int | None
 ) -> bool:
-    """Whether `model` is to be split; `config.vocabulary` says so, or "auto" and the sizes: `ranks`
-    share the rows, and a micro-batch has at most so many `tokens`; if they are not known, "auto"
-    gathers. Raises UserError: "split" cannot be had."""
+    """Whether `model` is to be split; `config.vocabulary` says so, or "auto" and the sizes.
+
+    Args:
+        ranks: that share the rows.
+        tokens: of a rank's micro-batch, at most; None: not known, and "auto" gathers.
+
+    Raises:
+        UserError: "split" cannot be had.
+    """
     embedding, why = model.parts.embedding.weight, None
     rows = embedding.size(0)
     if config.vocabulary == "gather" or ranks == 1 or isinstance(model, HubDecoder):
@@ -124,7 +130,11 @@ class SplitVocabulary:
     # ---- output layer ------------------------------------------------------------------------
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """`head(hidden)`, `[..., vocab]`, without gradients, else RuntimeError. Collective."""
+        """`head(hidden)`, without gradients: `[..., vocab]`. Collective.
+
+        Raises:
+            RuntimeError: gradients are recorded.
+        """
         if torch.is_grad_enabled() and hidden.requires_grad:
             what = "logits with gradients, and sharding.vocabulary is split"
             raise RuntimeError(f"{what}; expected labels too, or sharding.vocabulary: gather")

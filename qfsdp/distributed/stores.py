@@ -20,9 +20,12 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 class OffloadStore:
-    """Where the bytes of one weight lie (the `Store` protocol of `quantized_tensor`), which is
-    gathered with an FSDP2 unit. `ahead` copies to the device ahead of use, where FSDP2 does not;
-    else None."""
+    """Where the bytes of one weight lie (the `Store` protocol of `quantized_tensor`).
+
+    Args:
+        unit: name of the FSDP2 unit that the weight is gathered with.
+        ahead: copies to the device ahead of use, where FSDP2 does not; else None.
+    """
 
     def __init__(self, unit: str, ahead: DeviceAhead | None) -> None:
         self.unit = unit
@@ -53,8 +56,13 @@ class OffloadStore:
 
 
 class HostStore(OffloadStore):
-    """The bytes lie in host memory: in `blocks`, or memory of their own, for the rows of a rank's
-    shard with FSDP2's padding."""
+    """The bytes lie in host memory.
+
+    Args:
+        unit, ahead: as above.
+        blocks: gives the memory; None: of its own.
+        rows: of a rank's shard with FSDP2's padding.
+    """
 
     def __init__(
         self, unit: str, ahead: DeviceAhead | None, blocks: HostBlocks | None = None, rows: int = 0

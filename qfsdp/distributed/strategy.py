@@ -24,7 +24,8 @@ class ShardingConfig:
             default a machine is a group. Their product must be the number of ranks.
         wrap: the unit that is gathered at once. "decoder_layer" overlaps communication with
             compute best; "linear" gathers one linear at a time, for the least memory.
-        prefetch: number of units that are gathered ahead while one computes; each takes its memory.
+        prefetch: number of units that are gathered ahead while one computes; each takes its
+            memory.
         cpu_offload: parameters, gradients and optimizer state are in host memory, and the
             optimizer runs there; a unit's parameters are on the device while it computes.
         offload_base: where the frozen weights of the linears are: "none": on the device; "cpu": in
@@ -89,8 +90,15 @@ class ShardingConfig:
 
 
 def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int, int]:
-    """The number of replicated groups, and of ranks per group, of `size` ranks, `local_size` of
-    them on this machine. Raises UserError: their product is not the number of ranks."""
+    """The number of replicated groups, and of ranks per group.
+
+    Args:
+        size: number of ranks.
+        local_size: number of ranks on this machine.
+
+    Raises:
+        UserError: their product is not the number of ranks.
+    """
     replicate, shard = config.replicate, config.shard
     if not config.strategy.startswith("hybrid"):
         return (size, 1) if config.strategy == "ddp" else (1, size)

@@ -87,9 +87,16 @@ class ExactMatch:
 
 
 def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Question]:
-    """Reads the questions of the entry `key` and makes prompts with the tokenizer's chat template.
-    Raises UserError: a file or column is wrong, an answer has no number, there are too few
-    examples, or the chat template rejects the conversation, which is named by its row."""
+    """Reads questions and makes prompts with the chat template.
+
+    Args:
+        key: the entry's place in the config, for messages.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
+
+    Raises:
+        UserError: a file or column is wrong, an answer has no number, there are too few examples,
+            or the chat template rejects the conversation, which is named by its row.
+    """
     rows = _read(f"{key}.source", config.source, config)[: config.max_rows]
     names = ("system_column", "history_column", "tools_column")
     named = {name: getattr(config, name) for name in names}
@@ -178,12 +185,17 @@ def exact_match(
     file: Path | None = None,
     title: str = "exact match",
 ) -> ExactMatch:
-    """Answers all questions of `read_questions` greedily; batches of prompts of similar length are
-    split over the ranks. The result is the same on every rank. `stops` are tokens that end an
-    answer; a rank answers `batch_size` questions at a time, if `config` has no other number.
+    """Answers all questions greedily. The result is the same on every rank.
 
-    Rank 0 writes one line per answered question to the .jsonl file: its row, the question, both
-    answers, and whether they agree."""
+    Args:
+        questions: from `read_questions`, the same on every rank. Batches of prompts of similar
+            length are split over the ranks.
+        stops: tokens that end an answer.
+        batch_size: questions that a rank answers at a time, if `config` has no other number.
+        file: a .jsonl file. Rank 0 writes one line per answered question: its row, the question,
+            both answers, and whether they agree.
+        title: title of the progress bar.
+    """
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     lengths = [len(question.prompt) for question in questions]
     batches = batches_by_length(lengths, config.batch_size or batch_size)

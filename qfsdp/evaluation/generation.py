@@ -108,9 +108,17 @@ def generate_all(
     draws: Sequence[int] | None = None,
     keep_stop: bool = False,
 ) -> list[list[int]]:
-    """Answers any number of prompts, the same on every rank, with a progress bar. Batches of
-    `batch_size` prompts of similar length are split over the ranks. Every rank gets all answers, in
-    the order of the prompts. `draws` and `keep_stop` are as in `generate`."""
+    """Answers any number of prompts, with a progress bar.
+
+    Batches of prompts of similar length are split over the ranks. Every rank gets all answers, in
+    the order of the prompts.
+
+    Args:
+        prompts: the same on every rank.
+        batch_size: prompts that a rank answers at a time.
+        title: title of the progress bar.
+        draws, keep_stop: as in `generate`.
+    """
     draws = draws or [0] * len(prompts)
     found: dict[int, list[int]] = {}
     batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
@@ -224,8 +232,13 @@ def prompt_randoms(
 
 
 def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The next token of every row, int64 `[batch]`, by its logits `[batch, vocab]` and its draw,
-    fp32 `[batch]` in [0, 1): the first whose cumulative probability exceeds the draw."""
+    """The next token of every row: int64 `[batch]`.
+
+    Args:
+        logits: `[batch, vocab]`, floating point.
+        draws: fp32 `[batch]` in [0, 1). A row's token is the first whose cumulative probability
+            exceeds its draw.
+    """
     if sampling.temperature < LEAST:
         return logits.argmax(-1)
     probabilities = (logits.float() / sampling.temperature).softmax(-1)

@@ -25,9 +25,14 @@ def held_out_batches(
     fill_rows: bool = False,
     context_parallel: int = 1,
 ) -> Iterator[Batch]:
-    """This rank's batches of one pass over a dataset for `StepLoader`, in order; `batch_size`
-    samples each. Every rank gets the same number. A rank without samples gets a row without
-    targets. Other arguments are as in `collate` and `StepLoader`."""
+    """This rank's batches of one pass over `dataset`, in order. Every rank gets the same number.
+
+    Args:
+        dataset: a dataset of samples or packs for `StepLoader`.
+        batch_size: samples per rank and batch. A rank without samples gets a row without targets.
+        pad_id, max_seq_len: as in `collate`.
+        fill_rows, context_parallel: as in `StepLoader`.
+    """
     loader = StepLoader(
         dataset,
         batch_size=batch_size,
@@ -75,11 +80,15 @@ def batch_losses(
 
 
 def held_out_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> tuple[float, int]:
-    """The cross entropy summed over all ranks' targets (nats), and the number of targets, over this
-    rank's `held_out_batches`; every rank must have the same number of them.
+    """The cross entropy summed over all ranks' targets (nats), and the number of targets.
 
     Their ratio is the mean loss, and `math.exp` of that is the perplexity. The model may be in the
-    middle of training: its mode and its sharding stay as they were."""
+    middle of training: its mode and its sharding stay as they were.
+
+    Args:
+        model: a `Decoder`, sharded or not.
+        batches: this rank's batches from `held_out_batches`; every rank must have the same number.
+    """
     parts = batch_losses(model, batches, world)
     loss = world.sum(math.fsum(loss for loss, _ in parts))
     return loss, int(world.sum(sum(targets for _, targets in parts)))

@@ -51,8 +51,13 @@ def check_for_inference(
     head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """Checks the arguments of `load_for_inference`. Reads configs and headers but no tensors.
-    Returns the decoder on the meta device, for further checks by a recipe. Raises UserError: the
-    model folder or the adapter is faulty, or the adapter is for another model."""
+
+    Returns:
+        The decoder on the meta device, for further checks by a recipe.
+
+    Raises:
+        UserError: the model folder or the adapter is faulty, or the adapter is for another model.
+    """
     if (parts := sharding.context_parallel) > 1:
         raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()
@@ -162,7 +167,10 @@ def build_frozen(
     head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """The decoder on the meta device, with quantized linears and adapters, without gradients.
-    `weights` are `ModelWeights` or, for a dry run, what else has their `formats`."""
+
+    Args:
+        weights: `ModelWeights` or, for a dry run, what else has their `formats`.
+    """
     decoder = model.build()
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:

@@ -37,12 +37,15 @@ def mean_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> I
 
 
 def loss_interval(parts: Sequence[tuple[float, int]], level: float = CONFIDENCE_LEVEL) -> Interval:
-    """The normal interval of a mean loss per token, from the spread between parts of the data: the
-    summed loss and the number of targets of each.
+    """The normal interval of a mean loss per token, from the spread between parts of the data.
 
     Tokens of one text are not independent, so the parts (batches, windows) are the sampled units.
     The variance is that of a ratio of two sums (W. G. Cochran, Sampling Techniques, section 6.3).
-    NaN for fewer than two parts with targets."""
+    NaN for fewer than two parts with targets.
+
+    Args:
+        parts: summed loss and number of targets of each part.
+    """
     parts = [part for part in parts if part[1]]
     if len(parts) < 2:
         return math.nan, math.nan

@@ -187,7 +187,10 @@ def _task_names() -> dict[str, None]:
 
 @cache
 def _task_manager(names: tuple[str, ...] = ()) -> Any:
-    """lm-eval's index of tasks: of all (14,000 files, 5 s), or of the folders with these names."""
+    """lm-eval's index of tasks: of all, or only of the folders that have tasks of these names.
+
+    The whole index reads 14,000 files and takes 5 s.
+    """
     from lm_eval import tasks
 
     if not names:
@@ -301,9 +304,16 @@ def run_tasks(
     world: World,
     batch_size: int,
 ) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
-    """Runs the tasks of `load_tasks`; `stops` are tokens that end an answer, `batch_size` contexts
-    (with all their choices) or prompts per forward pass. Returns all metrics of all tasks, and
-    lm-eval's record of each row by task, the same on every rank."""
+    """Runs the tasks. The results are the same on every rank.
+
+    Args:
+        tasks: from `load_tasks`.
+        stops: tokens that end an answer.
+        batch_size: contexts (with all their choices) or prompts per forward pass.
+
+    Returns:
+        All metrics of all tasks, and lm-eval's record of each row by task.
+    """
     from qfsdp.evaluation.lm_harness_model import HarnessModel
 
     return evaluate(

@@ -26,11 +26,16 @@ DEFAULT_NEW_TOKENS = 256  # lm-eval's default
 
 
 class HarnessModel(TemplateLM):
-    """Answers lm-eval's three kinds of requests, with the tokens that its `hf` model would use;
-    `stops` end an answer, and a forward pass has `batch_size` contexts or prompts.
+    """Answers lm-eval's three kinds of requests, with the tokens that its `hf` model would use.
 
     lm-eval runs on every rank with all requests. The functions that it calls here split the work
-    over the ranks, so every rank runs the same number of forward passes and gets all answers."""
+    over the ranks, so every rank runs the same number of forward passes and gets all answers.
+
+    Args:
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
+        stops: tokens that end an answer.
+        batch_size: contexts or prompts per forward pass.
+    """
 
     def __init__(
         self, model: AnyDecoder, tokenizer: Any, stops: set[int], world: World, batch_size: int

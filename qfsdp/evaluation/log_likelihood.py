@@ -44,11 +44,16 @@ def log_likelihoods(
     world: World,
     batch_size: int,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation (0 of an empty one) after its context of at least one
-    token, `batch_size` contexts per forward pass. The same on every rank.
+    """The log-likelihood of each continuation after its context. The same on every rank.
 
     All ranks must call it with the same pairs. A pair that is longer than the model's positions
-    loses the beginning of its context. Equal pairs are computed once."""
+    loses the beginning of its context. Equal pairs are computed once.
+
+    Args:
+        model: sharded or not.
+        pairs: contexts (at least one token) and continuations. An empty continuation gets 0.
+        batch_size: contexts per forward pass.
+    """
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
     batches = batches_by_length([row.inputs for row in rows], batch_size)
@@ -73,10 +78,13 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
 
 
 def _longest_row(model: AnyDecoder) -> int:
-    """Longest row with several continuations. Each continuation has a row of its own where there is
-    no mask (attention with sinks, recurrent layers, models of transformers), and where a rotary
-    embedding depends on the row's length. A sliding window counts the other continuations of a row
-    too, so a row is no longer than the window."""
+    """Longest row with several continuations.
+
+    Each continuation has a row of its own where there is no mask (attention with sinks, recurrent
+    layers, models of transformers), and where a rotary embedding depends on the row's length. A
+    sliding window counts the other continuations of a row too, so a row is no longer than the
+    window.
+    """
     if isinstance(model, HubDecoder):
         return 0
     config = model.config
@@ -86,9 +94,11 @@ def _longest_row(model: AnyDecoder) -> int:
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
-    """Groups the pairs by context into rows, each pair once. A row with several continuations has
-    at most max(512, twice its context) and at most `longest` tokens, because the cost of attention
-    grows with the square of the row's length."""
+    """Groups the pairs by context into rows, each pair once.
+
+    A row with several continuations has at most max(512, twice its context) and at most `longest`
+    tokens, because the cost of attention grows with the square of the row's length.
+    """
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
     for context, continuation in pairs:
         if continuation:

@@ -76,8 +76,15 @@ class TextWindows:
 
 
 def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
-    """Reads the text file of the entry `key` and cuts it into windows. Raises UserError: the file
-    cannot be read, or has fewer than two tokens."""
+    """Reads a text file and cuts it into windows.
+
+    Args:
+        key: the entry's place in the config, for messages.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
+
+    Raises:
+        UserError: the file cannot be read, or has fewer than two tokens.
+    """
     check_regular(f"{key}.file", Path(config.file).expanduser(), "expected a text file")
     try:
         text = Path(config.file).expanduser().read_text(encoding="utf-8-sig")

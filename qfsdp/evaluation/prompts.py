@@ -17,9 +17,15 @@ Messages = list[dict[str, Any]]
 
 
 def chat_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
-    """The tokens of a conversation by the chat template, ending with the answer's header; `tools`
-    are a list of JSON schemas, JSON text, or None. Raises UserError: a message or a tool is wrong,
-    or the chat template rejects the conversation."""
+    """The tokens of a conversation by the chat template, ending with the answer's header.
+
+    Args:
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
+        tools: the functions that the model may call: a list of JSON schemas, JSON text, or None.
+
+    Raises:
+        UserError: a message or a tool is wrong, or the chat template rejects the conversation.
+    """
     if isinstance(tokenizer, HFTokenizer):
         return tokenizer.encode_chat([as_message(message) for message in messages], as_tools(tools))
     from torchtune.data import Message
@@ -76,9 +82,15 @@ def in_context(
     system_prompt: str | None = None,
     shots: Messages | None = None,
 ) -> Messages:
-    """A row's prompt as messages, with what comes before it, as in training: the keys are those of
-    `qfsdp.data.instruct_dataset`, and `shots` are solved examples after the system message. Raises
-    UserError: a column holds something else."""
+    """A row's prompt as messages, with what comes before it, as in training.
+
+    Args:
+        system_column, history_column, system_prompt: as in `qfsdp.data.instruct_dataset`.
+        shots: solved examples, after the system message and before the row's earlier turns.
+
+    Raises:
+        UserError: a column holds something else.
+    """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     turns = [*(shots or []), *map(as_message, history_of(row, history_column)), *messages]
     turns = with_system(system_of(row, system_column) or system_prompt, turns)

@@ -16,9 +16,14 @@ from qfsdp.evaluation.perplexity import MeanLoss
 
 @dataclass(frozen=True)
 class Result:
-    """The value of one metric of the evaluated dataset `name` in a section of the config (for
-    lm-eval the task), its confidence interval or None, and the number of "tokens" or "rows" that it
-    was measured on."""
+    """The value of one metric.
+
+    Fields:
+        section, name: place in the config of the evaluated dataset; for lm-eval `name` is the task.
+        metric: name of the metric.
+        interval: confidence interval of the value, or None.
+        count, unit: number of "tokens" or "rows" that the value was measured on.
+    """
 
     section: str
     name: str

@@ -38,8 +38,14 @@ class TextStream:
 
 
 class AnswerText:
-    """Turns tokens into text. Text that may be the beginning of one of `stops`, which end the
-    answer and are no part of it, is held back. Once `stopped`, `push` must not be called again."""
+    """Turns tokens into text. Text that may be the beginning of a stop string is held back.
+
+    Args:
+        stops: strings that end the answer; none of them is part of its text.
+
+    Fields:
+        stopped: a stop string has come; `push` must not be called again.
+    """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self._stream, self._stops, self._held = TextStream(tokenizer), stops, ""

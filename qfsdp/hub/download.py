@@ -205,7 +205,8 @@ class Repository:
     """A repository of the hub, or what the cache holds of it if the hub cannot be reached.
 
     Fields:
-        key, name: the config key that names it, for messages, and the name as typed.
+        key: the config key that names it, for messages.
+        name: as typed.
         kind: what it is used as.
         sizes: file -> bytes; None if the hub cannot be reached.
         cached: the folder in the cache, if the hub cannot be reached.
@@ -332,7 +333,8 @@ def cache_folder() -> Path:
 
 
 def _find(key: str, name: str, kind: Kind) -> Repository:
-    """Asks the hub for the repository's files; takes the cache's if it cannot be reached."""
+    """Asks the hub for the repository's files; takes the cache's if it cannot be reached. Raises
+    UserError: neither has it."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     repo, revision = split_name(name) or (name, None)

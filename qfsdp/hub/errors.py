@@ -23,8 +23,12 @@ def is_unreachable(error: BaseException) -> bool:
 
 @contextmanager
 def explained(key: str, name: str, cache: Path) -> Iterator[None]:
-    """Turns what `huggingface_hub` raises about a repository, kept in `cache`, into a UserError
-    with the config key and the name as typed."""
+    """Turns what `huggingface_hub` raises about a repository into a UserError.
+
+    Args:
+        key, name: the config key, and the name as typed.
+        cache: where its files are kept.
+    """
     try:
         yield
     except UserError:

@@ -24,9 +24,16 @@ _PAUSE_S = 0.5
 
 
 def set_rendezvous(args: Namespace, nodes: range) -> None:
-    """Completes torchrun's parsed flags in place; `nodes` are the numbers of machines that --nnodes
-    allows. Raises UserError: --node_rank is not below --nnodes, --nnodes is a range without an
-    endpoint, or --standalone, which looks for no other machine, is to have several."""
+    """Completes torchrun's flags, in place.
+
+    Args:
+        args: torchrun's parsed flags.
+        nodes: the numbers of machines that --nnodes allows.
+
+    Raises:
+        UserError: --node_rank is not below --nnodes, --nnodes is a range without an endpoint, or
+            --standalone, which looks for no other machine, is to have several.
+    """
     rank, most = int(args.node_rank), nodes[-1]
     if args.standalone and most > 1:
         raise UserError(f"--standalone: with --nnodes {args.nnodes}; expected one of the two")

@@ -112,9 +112,15 @@ def possible_numbers_of_ranks() -> list[int]:
 
 @contextmanager
 def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
-    """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered, and `NODES`. Of
-    --nnodes "2:4" the lower number counts; words such as "gpu" of --nproc_per_node mean one rank
-    per accelerator. Raises UserError: a flag is not valid."""
+    """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered, and `NODES`.
+
+    Args:
+        nnodes: torchrun's flag; of "2:4" the lower number counts.
+        nproc_per_node: torchrun's flag; words such as "gpu" mean one rank per accelerator.
+
+    Raises:
+        UserError: a flag is not valid.
+    """
     local, nodes = number_of_ranks(nproc_per_node), numbers_of_nodes(nnodes)
     sizes = {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(local * nodes[0]), NODES: nnodes}
     before = {name: os.environ.get(name) for name in sizes}
@@ -163,10 +169,13 @@ def share_cores(count: int) -> None:
 
 @contextmanager
 def rank_failures(elastic: bool = False) -> Iterator[None]:
-    """Exits with the status of the first failed rank, or 128 + signal if it was killed. If
-    `elastic`, all ranks may start again, after a failure or with another number of machines.
+    """Exits with the status of the first failed rank, or 128 + signal if it was killed.
 
-    torchrun would raise. The signals that ask a run to end are passed on (`forwarded_to_ranks`)."""
+    torchrun would raise. The signals that ask a run to end are passed on (`forwarded_to_ranks`).
+
+    Args:
+        elastic: all ranks may start again, after a failure or with another number of machines.
+    """
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

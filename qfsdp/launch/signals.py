@@ -60,7 +60,11 @@ def who_asks(number: int) -> str:
 
 
 class _Requests:
-    """The signals that a process has received: the first one, or None."""
+    """The signals that a process has received.
+
+    Fields:
+        received: the first one, or None.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

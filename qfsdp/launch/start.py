@@ -133,7 +133,8 @@ def _started(recipe_file: str, words: str) -> Iterator[list[str] | None]:
 
 
 def _typed_words(argv: Sequence[str], key: str) -> list[str]:
-    """The words of a command line with those that are no `key=value` as a list in `key`."""
+    """The words of a command line with those that are no `key=value` as a list in `key`. Raises
+    UserError for bytes that are no text."""
     kept, typed = list[str](), list[str]()
     for at, word in enumerate(argv):
         option = word.startswith(("-", "~")) or (at > 0 and argv[at - 1] == "--config")

@@ -107,8 +107,12 @@ class Look:
 
 
 class Watchdog(threading.Thread):
-    """The thread of one rank. Between `start` and `stop` it may end the process, after it has
-    written the stacks to `folder`, if there is one."""
+    """The thread of one rank. Between `start` and `stop` it may end the process.
+
+    Args:
+        folder: for the stacks, or None.
+        rank, size: of this process, and the number of ranks.
+    """
 
     def __init__(
         self, config: DistributedConfig, folder: Path | None, rank: int = 0, size: int = 1
@@ -363,8 +367,12 @@ def _state(look: Look) -> str:
 
 @contextmanager
 def watched(config: Any) -> Iterator[None]:
-    """Watches a recipe's `main` within a `with` block, as the section `distributed` of its config
-    says. Recipes without one are watched with the defaults where there are several ranks."""
+    """Watches a recipe's `main` within a `with` block.
+
+    Args:
+        config: the recipe's; its section `distributed` if it has one. Other recipes are watched
+            with the defaults where there are several ranks.
+    """
     size = int(os.environ.get("WORLD_SIZE", 1))
     section = getattr(config, "distributed", None)
     if section is None and size == 1:

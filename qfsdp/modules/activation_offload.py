@@ -18,7 +18,12 @@ SMALLEST_OFFLOADED = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 class _Kept:
-    """A storage, 1-D, that autograd keeps of a layer, on the device or, if `away`, on the host."""
+    """A storage that autograd keeps.
+
+    Fields:
+        memory: the whole storage, 1-D, on the device or, if `away`, in host memory.
+        layer: the layer that it belongs to.
+    """
 
     __slots__ = ("__weakref__", "away", "layer", "memory")
 
@@ -71,8 +76,12 @@ class Offload:
 
     @contextmanager
     def layer(self, staying: Iterable[Tensor]) -> Iterator[None]:
-        """A context for the computation of one layer. Storages of the tensors `staying` are not
-        moved: parameters, and tensors that all layers share."""
+        """A context for the computation of one layer.
+
+        Args:
+            staying: tensors whose storages are not moved: parameters, and tensors that all layers
+                share.
+        """
         if self._newest is not None:
             self._send(self._newest)
         layer = self._newest = _Layer(self._newest)

@@ -118,9 +118,11 @@ def _storages(tree: Any) -> set[int]:
 
 
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, in order, and whether each was written to. An
-    operation that writes to a result runs again in backward. So a copy from before the write is
-    kept, and backward gets a copy of that."""
+    """Collects the results of expensive operations, in order, and whether each was written to.
+
+    An operation that writes to a result runs again in backward. So a copy from before the write is
+    kept, and backward gets a copy of that.
+    """
 
     def __init__(self) -> None:
         super().__init__()

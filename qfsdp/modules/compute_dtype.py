@@ -24,9 +24,10 @@ def compute_dtype(name: str) -> torch.dtype:
     """The dtype in which a model with `model.dtype: <name>` computes.
 
     On a CPU without bf16 products "bf16" gives fp32. PyTorch multiplies bf16 there at 1 to 30
-    GFLOP/s, and fp32 at 80 to 245 (two cores, AVX2 and AVX-512). The first call that does so prints
-    one line per run. A CPU computes "fp16" as asked, but products take 4 to 28 times as long as in
-    fp32 (one core of Zen 4): it is there to try out a few steps of what a GPU will run.
+    GFLOP/s, and fp32 at 80 to 245 (two cores, AVX2 and AVX-512). The first call that does so
+    prints one line per run. A CPU computes "fp16" as asked, but
+    products take 4 to 28 times as long as in fp32 (one core of Zen 4): it is there to try out a few
+    steps of what a GPU will run.
 
     Args:
         name: "bf16", "fp16" or "fp32".

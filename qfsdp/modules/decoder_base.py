@@ -27,8 +27,14 @@ from qfsdp.modules.mlp import MLP
 
 
 class ModelParts(NamedTuple):
-    """The modules of any decoder by what they are: their names differ between implementations. The
-    body is all up to the last hidden state, and has the layers in their order."""
+    """The modules of any decoder by what they are: their names differ between implementations.
+
+    Fields:
+        body: all up to the last hidden state.
+        layers: of the body, in order.
+        embedding: of tokens.
+        output: the output layer.
+    """
 
     body: nn.Module
     layers: nn.ModuleList

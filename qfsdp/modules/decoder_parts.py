@@ -150,8 +150,13 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """The feed-forward, of its own size, that every token uses beside its experts. `gate` is the
-    name of a linear with one row; the sigmoid of its result multiplies. None: no gate."""
+    """The feed-forward that every token uses beside its experts.
+
+    Fields:
+        name: in the feed-forward.
+        intermediate_size: of it.
+        gate: name of a linear with one row; the sigmoid of its result multiplies. None: no gate.
+    """
 
     name: str
     intermediate_size: int
@@ -209,9 +214,14 @@ class LayerNorms:
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Fixed factors: of the embedded tokens (rounded to the dtype of the weights first if
-    `rounds_embedding`, as in Gemma), of what attention and feed-forward add to the residual, and of
-    the logits."""
+    """Fixed factors.
+
+    Fields:
+        embedding: of the embedded tokens.
+        rounds_embedding: `embedding` is rounded to the dtype of the weights first, as in Gemma.
+        residual: of what attention and feed-forward add to the residual.
+        logits: of the logits.
+    """
 
     embedding: float = 1.0
     rounds_embedding: bool = False

@@ -39,9 +39,12 @@ def delta_kernel(values: Tensor) -> Kernel | None:
 def in_one_row(
     kernel: Kernel, parts: Sequence[Tensor], cu_seqlens: Tensor | None, **more: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Calls `kernel`, which takes the borders of documents in one row, none of them empty, with
-    queries, keys, values, decays and steps, `[batch, tokens, heads, ...]`. `cu_seqlens` is as of
-    `Batch`; None: each row is a document."""
+    """Calls `kernel`, which takes the borders of documents in one row, none of them empty.
+
+    Args:
+        parts: queries, keys, values, decays and steps, `[batch, tokens, heads, ...]`.
+        cu_seqlens: as of `Batch`; None: each row is a document.
+    """
     shape = parts[2].shape
     if cu_seqlens is not None:
         parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]

@@ -93,7 +93,8 @@ class DeltaNet(KeepsFp32):
         return cast(Tensor, self.out_proj(self.norm(y, gate.view_as(y)).flatten(2)))
 
     def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values in one, and gates; two numbers of each value head."""
+        """Queries, keys and values in one, and gates, `[batch, seq, width]`; two numbers of each
+        value head."""
         made, part = outputs(x, [getattr(self, name) for name in self.inner]), self.part
         steps = [getattr(self, name)(x) for name in self.steps]
         if not part.fused:

@@ -151,7 +151,12 @@ class Taught:
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The losses of tokens, fp32 `[n]`, and the gradient of their sum, which overwrites the
-        student's logits `[n, vocab]`, rows times `weights`; `of_labels` is the labels' loss."""
+        student's logits `[n, vocab]`.
+
+        Args:
+            of_labels: gives the same of the labels' loss.
+            weights: fp32 `[n]`, factors of the gradient's rows.
+        """
         config, both = self._config, self._tokens
         weight = config.weight
         if self._logits is None:
@@ -175,8 +180,12 @@ class Taught:
 def divergence(
     student: Tensor, teacher: Tensor, config: DistillationConfig, columns: Columns = ALL
 ) -> tuple[Tensor, Tensor]:
-    """The divergence of each row, fp32 `[n]`, and its gradient by the student's logits, fp32, from
-    logits `[n, vocab]` of any dtype; `columns` says which of the vocabulary they are."""
+    """The divergence of each row, fp32 `[n]`, and its gradient by the student's logits, fp32.
+
+    Args:
+        student, teacher: logits `[n, vocab]`, of any dtype; computed in fp32.
+        columns: which of the vocabulary they are.
+    """
     inverse = 1 / config.temperature
     ours = _log_softmax(student.float() * inverse, columns)
     theirs = _log_softmax(teacher.float() * inverse, columns)
@@ -192,8 +201,12 @@ def of_most_likely(
     config: DistillationConfig,
     columns: Columns = ALL,
 ) -> tuple[Tensor, Tensor]:
-    """`divergence` by the teacher's most likely tokens, int32 or int64 `[n, k]`, and their
-    log-probabilities, fp32 `[n, k]`, whose sum may be below 1; forward KL."""
+    """`divergence` by the teacher's most likely tokens, forward KL.
+
+    Args:
+        ids: int32 or int64 `[n, k]`.
+        logprobs: fp32 `[n, k]`, the teacher's; their sum may be below 1.
+    """
     inverse = 1 / config.temperature
     ours = _log_softmax(student.float() * inverse, columns)
     theirs = (logprobs * inverse).log_softmax(1)
@@ -212,8 +225,13 @@ def teacher_logits(head: nn.Module, dtype: torch.dtype, rows: Any = None, first:
 
 
 def most_likely(logits: Logits, hidden: Tensor, count: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens of a teacher among the first `tokens`, int32 `[n, count]`, and their
-    log-probabilities, fp32 `[n, count]`, by its last hidden states `[n, hidden]`."""
+    """The most likely tokens of a teacher, int32 `[n, count]`, and their log-probabilities, fp32
+    `[n, count]`.
+
+    Args:
+        hidden: `[n, hidden]`, its last hidden states.
+        tokens: columns that are looked at, from the first one on.
+    """
     ids = hidden.new_empty(len(hidden), count, dtype=torch.int32)
     logprobs = hidden.new_empty(len(hidden), count, dtype=torch.float32)
     step = max(1, chunk_tokens(tokens) // NUMBERS)

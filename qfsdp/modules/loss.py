@@ -95,8 +95,12 @@ def summed_by_sample(
     num_samples: int = 0,
     num_targets: int | None = None,
 ) -> Tensor:
-    """`head_loss` with the output layer given as a function like `_in_chunks`, and its tensors that
-    get gradients."""
+    """`head_loss` with the output layer given as a function.
+
+    Args:
+        in_chunks: as `_in_chunks` of an output layer.
+        trained: tensors of the output layer that get gradients.
+    """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     chosen = _targets(labels, num_targets)
     if sample_ids is None:
@@ -166,9 +170,13 @@ def _in_chunks(
     taught: Any = None,
     rows: Any = None,
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count, with
-    gradients if `wanted`. `trained` are parameters of `head` that get some, then those of `rows`;
-    `weights`, fp32 `[n]` or ones, are factors of the gradients. See `head_loss`.
+    """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count.
+
+    Args:
+        trained: parameters of `head` that get gradients, then those of `rows`.
+        wanted: whether to compute gradients.
+        weights: fp32 `[n]`, factors of the gradients; None: ones.
+        taught, rows: as of `head_loss`.
 
     Returns:
         fp32 losses of the tokens, by chunk; the gradient of `hidden` or None; the gradients of

@@ -27,9 +27,12 @@ def powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The frequencies of the paper; those for long contexts are in `rope_scalings`. `magnitude`
-    multiplies rotated queries and keys; `by_length`: frequencies depend on the length of a
-    document."""
+    """The frequencies of the paper; those for long contexts are in `rope_scalings`.
+
+    Attributes:
+        magnitude: multiplies rotated queries and keys.
+        by_length: frequencies depend on the length of a document.
+    """
 
     magnitude = 1.0
     by_length: ClassVar[bool] = False
@@ -91,10 +94,12 @@ class RopeConfig:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates every pair of numbers of `[batch, seq, heads, rotated]`: see `RopeConfig`. `sin` is
-    negated at the first number of a pair, see `RopeConfig.tables`. The gradient, the rotation back,
-    is written out. Autograd's gradient of an index adds values into zeros one by one. Compiled code
-    for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B."""
+    """Rotates every pair of numbers of `[batch, seq, heads, rotated]`: see `RopeConfig`.
+
+    `sin` is negated at the first number of a pair, see `RopeConfig.tables`. The gradient, the
+    rotation back, is written out. Autograd's gradient of an index adds values into zeros one by
+    one. Compiled code for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -131,9 +136,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @contextmanager
 def kept_unrotated(*rotated: tuple[Tensor, Tensor, Tensor, Tensor, bool]) -> Iterator[None]:
-    """Within it autograd keeps, of results of `rotate` (each with its arguments), what was rotated,
-    and backward rotates again: the same bits, for two launches of a GPU. That saves memory where
-    something else keeps the unrotated tensor. Hooks around this context do not see what is kept."""
+    """Within it autograd keeps, of results of `rotate`, what was rotated, and backward rotates
+    again: the same bits, for two launches of a GPU. That saves memory where something else keeps
+    the unrotated tensor. Hooks around this context do not see what is kept.
+
+    Args:
+        rotated: each result and the arguments that it was made of.
+    """
     made = {turned.untyped_storage()._cdata: (x.detach(), *how) for turned, x, *how in rotated}
 
     def pack(kept: Tensor) -> Any:

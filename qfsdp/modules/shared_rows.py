@@ -15,8 +15,12 @@ from qfsdp.tensor_subclasses.dtensor import all_gather
 
 
 class SharedRows(NamedTuple):
-    """Rows that the ranks of a group, by its name in `GROUPS`, share, and which part of them this
-    rank has."""
+    """Rows that the ranks of a group share.
+
+    Fields:
+        rows: the rows, and which part of them this rank has.
+        group: the ranks' name in `GROUPS`.
+    """
 
     rows: CutRows
     group: str

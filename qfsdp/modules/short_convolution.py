@@ -12,9 +12,15 @@ def short_convolution(
     values: Tensor, weight: Tensor, bias: Tensor | None = None, documents: Tensor | None = None
 ) -> Tensor:
     """y_t = bias + sum over j of weight_{taps - 1 - j} x_{t - j}, for the tokens t - j of the
-    document of t (`documents` as of `gated_delta_rule`). x and y are `[batch, tokens, channels]` of
-    one dtype, weight `[channels, taps]`, bias `[channels]`. Products are summed in fp32, or
-    fp64."""
+    document of t. Products are summed in fp32, or fp64.
+
+    Args:
+        values: x, `[batch, tokens, channels]`. weight: `[channels, taps]`. bias: `[channels]`.
+        documents: integers `[batch, tokens]`, as of `gated_delta_rule`.
+
+    Returns:
+        As `values`, in its dtype.
+    """
     found = _Convolution.apply(values, weight, documents)
     return found if bias is None else found + bias.to(found.dtype)
 

@@ -31,9 +31,13 @@ Part = Callable[[Tensor], Tensor]
 
 
 def in_tiles(part: Part, x: Tensor, tile: int, modules: Sequence[nn.Module]) -> Tensor:
-    """`part(x)` for `tile` tokens of x, `[batch, seq, in]`, at a time. `part` is a function of each
-    token by itself, without dropout, `[1, n, in]` -> `[1, n, in]`; `modules` have the trained
-    parameters that it uses."""
+    """`part(x)`, for `tile` tokens at a time.
+
+    Args:
+        part: a function of each token by itself, without dropout: `[1, n, in]` -> `[1, n, in]`.
+        x: `[batch, seq, in]`.
+        modules: with the trained parameters that `part` uses.
+    """
     if x.shape[:2].numel() <= tile:
         return part(x)
     if not torch.is_grad_enabled():

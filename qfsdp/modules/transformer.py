@@ -35,8 +35,12 @@ class DecoderLayer(LayerBase):
     residual.
 
     `block` is the computation. `forward` adds what a run chooses around it: checkpointing and
-    offloading of activations, and the cache of generation. `kind` is what this layer has of its
-    own."""
+    offloading of activations, and the cache of generation.
+
+    Args:
+        config: of the decoder.
+        kind: what this layer has of its own.
+    """
 
     @property
     def recomputed(self) -> Checkpointing:

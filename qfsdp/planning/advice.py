@@ -132,9 +132,12 @@ def _is_quantized(folder: str | None) -> bool:
 def less_device_memory(
     cfg: Any, kinds: dict[str, int], world_size: int, on_gpu: bool, training: bool
 ) -> Iterator[str]:
-    """Changes for a run that is out of device memory, the cheapest first, as words of a command;
-    `kinds` are bytes that are held, by kind of tensor. While a model is loaded (`training` false)
-    there are no activations."""
+    """Changes for a run that is out of device memory, the cheapest first, as words of a command.
+
+    Args:
+        kinds: bytes that are held, by kind of tensor.
+        training: whether steps have begun; while a model is loaded there are no activations.
+    """
     enough = SMALL_SHARE * sum(kinds.values())
     for option in options(cfg, world_size, on_gpu):
         if option.needs_dry_run or (option.saves == TRANSIENT and not training):

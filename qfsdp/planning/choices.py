@@ -52,8 +52,14 @@ IA3_LR = 5e-3  # amid published ones
 
 
 class Choices:
-    """Fills in the keys of a training recipe's config (`tree`, changed in place) that are not
-    `given`, as typed; `say` is told what was chosen and why: a name and a line."""
+    """Fills in the keys of a config that are not given.
+
+    Args:
+        recipe: the training recipe.
+        tree: the keys of its config, changed in place.
+        given: keys that stay, with their values as typed.
+        say: is told what was chosen and why: a name and a line.
+    """
 
     def __init__(
         self,

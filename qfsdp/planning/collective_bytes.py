@@ -19,8 +19,14 @@ WIRE = {
 
 
 class Sent(NamedTuple):
-    """Traffic of one collective of the first rank: the bytes that it sends, and those that all
-    ranks of its machine together send to other machines, each in its own group."""
+    """Traffic of one collective of the first rank.
+
+    Fields:
+        name: of the collective.
+        bytes: that the rank sends.
+        between: that all ranks of its machine together send to other machines, each in its own
+            group.
+    """
 
     name: str
     bytes: int
@@ -28,8 +34,12 @@ class Sent(NamedTuple):
 
 
 def sent_by(func: Any, args: Any, local_size: int) -> Sent | None:
-    """The traffic of an operation of c10d, with its arguments as the dispatcher gives them; None if
-    it is not counted."""
+    """The traffic of an operation of c10d; None if it is not counted.
+
+    Args:
+        func, args: as the dispatcher gives them.
+        local_size: ranks per machine.
+    """
     name, share = WIRE.get(func._opname, (None, None))
     if name is None or share is None:
         return None
@@ -42,10 +52,15 @@ def sent_by(func: Any, args: Any, local_size: int) -> Sent | None:
 
 
 def _between(name: str, sent: float, ranks: int, here: int, local_size: int) -> float:
-    """Bytes that leave the machine where each rank of a group sends `sent`; the group has `ranks`,
-    of which `here` are on this machine. A ring over all ranks of a group crosses the border of a
-    machine once. There are as many such groups as ranks of the machine in different places. In an
-    all-to-all every rank sends to every other."""
+    """Bytes that leave the machine where each rank of a group sends `sent`.
+
+    A ring over all ranks of a group crosses the border of a machine once. There are as many such
+    groups as ranks of the machine in different places. In an all-to-all every rank sends to every
+    other.
+
+    Args:
+        ranks, here: of the group, and those of them on this machine.
+    """
     if here == ranks:
         return 0.0
     if name == "all_to_all":

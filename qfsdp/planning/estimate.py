@@ -284,10 +284,13 @@ def _checkpoint_copy(
     world: World,
     tracker: MemoryTracker,
 ) -> list[Tensor]:
-    """The host memory that a save leaves behind. It counts for as long as the caller keeps it. The
-    copy of plain tensors stays for the next save (`Stager`). Others (of 8-bit optimizers) are
+    """The host memory that a save leaves behind. It counts for as long as the caller keeps it.
+
+    The copy of plain tensors stays for the next save (`Stager`). Others (of 8-bit optimizers) are
     copied anew for each save, and are there until it is written: during steps if `asynchronous`.
-    Not counted: rank 0 reads what is trained once more to write an adapter."""
+
+    Not counted: rank 0 reads what is trained once more to write an adapter.
+    """
     with tracker.paused():
         staged = Stager(world).copy_tensors(trained_tensors(model), optimizer)
     kept = list(staged.local.values())
@@ -349,8 +352,11 @@ def micro_batch_tokens(cfg: Any) -> int | None:
 
 @dataclass(frozen=True)
 class StoredFormats:
-    """What `build_model` reads of a model folder's weights: parameter name -> format, of those that
-    are stored quantized."""
+    """What `build_model` reads of a model folder's weights.
+
+    Fields:
+        formats: parameter name -> format, for the weights that are stored quantized.
+    """
 
     formats: dict[str, str]
 

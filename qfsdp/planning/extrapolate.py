@@ -91,9 +91,11 @@ def _with_reduction(build_model: BuildModel, cfg: Any, target: Target) -> Any:
 
 
 def _few_rows(cfg: Any, config: AnyConfig) -> tuple[int, int]:
-    """Two micro-batches between which memory is linear in the rows. The loss has the logits of a
-    chunk of tokens at a time, and a dry run goes through all chunks: 100,000 rows of 256 tokens
-    took minutes. So both have at least two whole chunks."""
+    """Two micro-batches between which memory is linear in the rows.
+
+    The loss has the logits of a chunk of tokens at a time, and a dry run goes through all chunks:
+    100,000 rows of 256 tokens took minutes. So both have at least two whole chunks.
+    """
     chunk = CHUNK_LOGITS // config.vocab_size or 1
     least = -(-2 * chunk // cfg.max_seq_len)
     if cfg.batch_size * cfg.max_seq_len > (by_head := _tokens_by_head(cfg, config)):
@@ -111,8 +113,11 @@ def _tokens_by_head(cfg: Any, config: AnyConfig) -> int:
 
 def _shorter(cfg: Any, config: AnyConfig) -> tuple[Any, Any] | None:
     """The config with two lengths of rows between which memory is linear in the length; None if
-    rows are not several times longer. A dry run of 524,288 tokens has 1,000 chunks of the loss.
-    Masks of sliding windows grow with the square of the length."""
+    rows are not several times longer.
+
+    A dry run of 524,288 tokens has 1,000 chunks of the loss. Masks of sliding windows grow with the
+    square of the length.
+    """
     chunk, parts = CHUNK_LOGITS // config.vocab_size or 1, cfg.sharding.context_parallel
     if isinstance(config, HubConfig) or any(layer.window for layer in config.layers):
         return None
@@ -132,7 +137,8 @@ def _shorter(cfg: Any, config: AnyConfig) -> tuple[Any, Any] | None:
 def _more_rows(
     one: Estimate, two: Estimate, rows: tuple[int, int], batch_size: int, depth: int
 ) -> Estimate:
-    """The estimate for `batch_size` rows, or longer rows, from those for two smaller `rows`."""
+    """The estimate for `batch_size` rows from those for two smaller numbers of rows; or for longer
+    rows from those for two lengths."""
     share = (batch_size - rows[0]) / (rows[1] - rows[0])
     known = _by_place(one.timeline, depth, 2 * depth)
     points = [
@@ -215,9 +221,11 @@ Place = tuple[str, str, int | None, int]
 
 
 def _by_place(points: list[Point], layers: int, shallow: int) -> dict[Place, Point]:
-    """Points by phase, module, last layer seen, and how often these three occurred before. The
-    first `shallow // 2` layers count from 0, the others from the end with negative numbers, as many
-    as a model of `shallow` layers has. Points of the layers between are left out."""
+    """Points by phase, module, last layer seen, and how often these three occurred before.
+
+    The first `shallow // 2` layers count from 0, the others from the end with negative numbers, as
+    many as a model of `shallow` layers has. Points of the layers between are left out.
+    """
     met = Counter[Any]()
     found: dict[Place, Point] = {}
     layer: int | None = None

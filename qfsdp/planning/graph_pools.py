@@ -50,8 +50,12 @@ def captured(
 def kept_by_graphs(
     points: Sequence[Point], steady: int, only_norms: bool = False
 ) -> tuple[int, int]:
-    """What graphs add to the peak of a step, and to what is allocated between steps, in bytes, from
-    the points and the steady bytes of one without them."""
+    """What graphs add to the peak of a step, and to what is allocated between steps, in bytes.
+
+    Args:
+        points: of a step without graphs.
+        steady: allocated between steps without graphs.
+    """
 
     def above(phases: Collection[str]) -> int:
         chosen = (point for point in points if point.phase in phases)

@@ -132,10 +132,16 @@ class HardwareConfig:
         return given
 
     def build(self, device_memory: int | None = None) -> Hardware:
-        """All figures: those of `gpu`, replaced by the file's, replaced by single fields. Without
-        `gpu` the figures are those of the known GPU with the nearest memory size, which is
-        `device_memory` bytes if no field gives it. Raises UserError: the GPU is unknown, the file
-        cannot be read, or nothing gives the memory."""
+        """All figures: those of `gpu`, replaced by the file's, replaced by single fields.
+
+        Without `gpu` the figures are those of the known GPU with the nearest memory size.
+
+        Args:
+            device_memory: bytes, used if no field gives them.
+
+        Raises:
+            UserError: the GPU is unknown, the file cannot be read, or nothing gives the memory.
+        """
         given = from_file(self.hardware) if self.hardware is not None else {}
         given |= self._figures()
         if device_memory is not None:

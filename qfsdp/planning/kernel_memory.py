@@ -48,7 +48,8 @@ def _nonzero(mask: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor | None:
-    """A product per group of rows, for fp32, which fake tensors refuse; None: no form used here."""
+    """A product for each group of rows; fake tensors of fp32 refuse what real ones compute. None
+    for bf16, and for forms that do not occur here."""
     if x.dtype == torch.bfloat16 or x.dim() != 2 or offs is None:
         return None
     if other.dim() == 3:
@@ -77,7 +78,8 @@ def _cpu_tile(q: Tensor) -> tuple[int, int]:
 
 
 def _cpu_forward(q: Tensor, *_: Any, **__: Any) -> float:
-    """Per thread: scores in fp32 (of bf16 again in bf16), their row sums and maxima, the output."""
+    """Per thread: scores in fp32, again in bf16 for bf16 input, their row sums and maxima, and the
+    output."""
     queries, keys = _cpu_tile(q)
     scores = queries * keys * (4 if q.itemsize == 4 else 6)
     return torch.get_num_threads() * (scores + 8 * queries + 4 * queries * q.size(-1))
@@ -102,9 +104,11 @@ def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> fl
 
 
 def _per_document(kernel: Callable[..., float], temporaries: int) -> Callable[..., float]:
-    """The formula for packed rows, `[tokens, heads, head_dim]`. The operation runs `kernel` for one
-    document after the other. It holds `temporaries` tensors of a document: each result before it is
-    copied, and in backward the output, computed again."""
+    """The formula for packed rows, `[tokens, heads, head_dim]`.
+
+    The operation runs `kernel` for one document after the other. It holds `temporaries` tensors of
+    a document: each result before it is copied, and in backward the output, computed again.
+    """
 
     def workspace(*args: Any, **_: Any) -> float:
         given = [t for t in args if isinstance(t, Tensor) and t.ndim == 3]

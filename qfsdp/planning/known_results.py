@@ -14,8 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 class _Result(NamedTuple):
-    """How to make a tensor that an operation returns: with the storage of which of the call's
-    tensors (`argument`; None: its own), and whether it is that tensor (`itself`)."""
+    """How to make a tensor that an operation returns.
+
+    Fields:
+        argument: place, among the call's tensors, of the one whose storage it has; None: its own.
+        itself: it is that tensor.
+    """
 
     argument: int | None
     itself: bool

@@ -42,8 +42,12 @@ C = TypeVar("C")
 
 @dataclass
 class Run:
-    """What a recipe's `main` has made so far; `main` sets the fields as it goes. They are None
-    until they exist; `step` is 0 before the first."""
+    """What a recipe's `main` has made so far; `main` sets the fields as it goes.
+
+    Fields:
+        model, optimizer, clock: None until they exist.
+        step: the current training step; 0 before the first.
+    """
 
     model: nn.Module | None = None
     optimizer: Optimizer | None = None
@@ -188,7 +192,8 @@ def _holds_memory(tensor: Tensor) -> bool:
 
 
 def _write(cfg: Any, details: dict[str, Any], device: torch.device) -> Path | None:
-    """The file with the details; None if the config has no folder or it cannot be written."""
+    """The file with the details; None if the config has no folder or the folder cannot be written,
+    as the disk may be full too."""
     if not hasattr(cfg, "output_dir"):
         return None
     folder = Path(cfg.output_dir).expanduser() / FOLDER

@@ -44,9 +44,16 @@ def option_lines(
     local_world_size: int,
     limit: int | None,
 ) -> Iterator[str]:
-    """Lines of the table, each as soon as its dry run is done; `estimate` is that of a config and
-    of its way in words, `limit` are the bytes of a GPU, without which "fits" is left out. Raises
-    UserError: what the config refuses whatever the way."""
+    """Lines of the table, each as soon as its dry run is done.
+
+    Args:
+        cfg: of a training recipe.
+        estimate: of a config and of its way in words.
+        limit: bytes of a GPU; None: "fits" is left out.
+
+    Raises:
+        UserError: what the config refuses whatever the way.
+    """
     yield _line(HEAD)
     for way in ways(world_size, world_size // local_world_size):
         names = (way.strategy, OFFLOADED[way.offload], way.checkpointing)

@@ -18,9 +18,12 @@ RANDOM_STATE = torch.get_rng_state().nbytes  # 5,056
 def patched(
     target: str, before_resize: Callable[[torch.UntypedStorage, int], None]
 ) -> Iterator[None]:
-    """Applies the patches in a `with` block, for the device type ("cuda" or "cpu") that the dry run
-    stands for. `before_resize` is called with each storage that is resized, and its new size in
-    bytes."""
+    """Applies the patches in a `with` block.
+
+    Args:
+        target: "cuda" or "cpu", the device type that the dry run stands for.
+        before_resize: called with each storage that is resized, and its new size in bytes.
+    """
     resize = torch.UntypedStorage.resize_
 
     def followed_resize(storage: torch.UntypedStorage, size: int) -> Any:

@@ -205,9 +205,16 @@ class Predictor:
 
 
 def check_process_fits(hardware: Hardware, processes: int = 0) -> None:
-    """Checks that there is more memory than processes take without any tensor; `processes` on one
-    machine, with `hardware.host_memory`; 0: only the GPU is checked. Without this check, a search
-    ends after a minute of dry runs that cannot fit. Raises UserError: there is not."""
+    """Checks that there is more memory than processes take without any tensor.
+
+    Without this check, a search ends after a minute of dry runs that cannot fit.
+
+    Args:
+        processes: on one machine, with `hardware.host_memory`; 0: only the GPU is checked.
+
+    Raises:
+        UserError: there is not.
+    """
     if hardware.host_memory is not None and hardware.host_memory <= processes * PROCESS_BYTES:
         raise UserError(
             f"host_memory: {format_size(hardware.host_memory)}; expected more than the "
@@ -262,9 +269,15 @@ def step_tokens(cfg: Any) -> int:
 
 
 def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
-    """The work and traffic of one rank in a step of a model on the meta device, whose estimate is
-    `found`. Counts every row as full and every token as a target. Of ranks that share rows, each
-    counts as the mean: with causal attention the last one computes up to twice as much of it."""
+    """The work and traffic of one rank in a step.
+
+    Counts every row as full and every token as a target. Of ranks that share rows, each counts as
+    the mean: with causal attention the last one computes up to twice as much of it.
+
+    Args:
+        model: on the meta device.
+        found: the estimate for `cfg`.
+    """
     rows = rows_of(cfg) * cfg.gradient_accumulation_steps / cfg.sharding.context_parallel
     flops = step_flops(model, [cfg.max_seq_len], cfg.max_seq_len)
     objectives = step_options(cfg).values()

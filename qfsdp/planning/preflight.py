@@ -221,8 +221,10 @@ def _smaller_batch(
     predict: Predictor, now: Prediction, groups: Sequence[Sequence[Changes]]
 ) -> Prediction | None:
     """The largest micro-batch that fits, if the given one needs over `FAR` times the memory, and
-    the smaller one at most `FREE` times its time. Other changes need dry runs of so large a batch:
-    for 100,000 rows all took 9.9 s, these 3.7."""
+    the smaller one at most `FREE` times its time.
+
+    Other changes need dry runs of so large a batch: for 100,000 rows all took 9.9 s, these 3.7.
+    """
     batches = next((group for group in groups if "batch_size" in group[0]), None)
     if batches is None or now.device_bytes <= FAR * predict.hardware.device_memory:
         return None
@@ -249,8 +251,10 @@ def _attempt(predict: Predictor, changes: Changes) -> Prediction | None:
 def _predict_group(
     predict: Predictor, now: Prediction, group: Sequence[Changes]
 ) -> list[Prediction | None]:
-    """The predictions of all options of a group. Of micro-batches only the smallest is run dry: the
-    others lie on a line between it and `now`."""
+    """The predictions of all options of a group.
+
+    Of micro-batches only the smallest is run dry: the others lie on a line between it and `now`.
+    """
     least = _attempt(predict, group[-1])
     if "batch_size" not in group[0] or least is None:
         return [*(_attempt(predict, changes) for changes in group[:-1]), least]
@@ -262,8 +266,10 @@ def _predict_group(
 def _likely(
     now: Prediction, singles: Sequence[Sequence[Prediction | None]], hardware: Hardware
 ) -> list[Choice]:
-    """The choices that should fit, in the order of their guessed time. Each further option counts
-    as `PER_OPTION` of the time, as fewer changes are easier to follow."""
+    """The choices that should fit, in the order of their guessed time.
+
+    Each further option counts as `PER_OPTION` of the time, as fewer changes are easier to follow.
+    """
     fitting: list[tuple[float, Choice]] = []
     for choice in product(*(range(len(group) + 1) for group in singles)):
         chosen = [group[at - 1] for group, at in zip(singles, choice, strict=True) if at]
@@ -275,9 +281,11 @@ def _likely(
 
 
 def _together(now: Prediction, singles: Sequence[Prediction]) -> Prediction:
-    """Guesses several changes at once from the prediction of each. Every change leaves a share of
-    each kind of tensors, and the shares multiply: half the batch of half the activations are a
-    quarter of the activations."""
+    """Guesses several changes at once from the prediction of each.
+
+    Every change leaves a share of each kind of tensors, and the shares multiply: half the batch of
+    half the activations are a quarter of the activations.
+    """
     kinds = {}
     for kind in {kind for p in (now, *singles) for kind in p.kinds}:
         parts = [p.kinds.get(kind, 0) for p in singles]

@@ -84,8 +84,11 @@ def chart_of(found: Estimate) -> Chart:
 def comparison_of(
     found: Estimate, steps: Sequence[dict[str, Any]]
 ) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: the estimate beside what a run has measured, in GiB; `steps` are
-    the lines of the run's metrics.jsonl."""
+    """Head and rows of a table: the estimate beside what a run has measured, in GiB.
+
+    Args:
+        steps: lines of the run's metrics.jsonl.
+    """
 
     def measured(name: str) -> float | None:
         values = [row[name] for row in steps if isinstance(row.get(name), int | float)]

@@ -32,9 +32,16 @@ STRATEGIES = ("ddp", "hybrid_full_shard", "full_shard")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the config: one of STRATEGIES and of CHECKPOINTING, a key of OFFLOAD,
-    `activation.offload`, whether the feed-forward is computed in tiles (`activation.tile_tokens:
-    auto`), and `sharding.context_parallel`."""
+    """One way to run the config.
+
+    Fields:
+        strategy: one of STRATEGIES.
+        checkpointing: one of CHECKPOINTING.
+        offload: a key of OFFLOAD.
+        offload_activations: `activation.offload`.
+        tiles: the feed-forward is computed in tiles, `activation.tile_tokens: auto`.
+        context_parallel: `sharding.context_parallel`.
+    """
 
     strategy: str
     checkpointing: str
@@ -85,9 +92,12 @@ def candidates(
     world_size: int, machines: int = 1, tiles: bool = False, shared: Sequence[int] = ()
 ) -> list[Candidate]:
     """The ways to try, the fastest first; those that differ only in checkpointing are adjacent.
-    Where rows are long enough for `tiles` (`Predictor.takes_tiles`), they come before any offload,
-    and all that is offloaded has them. `shared` says by how many ranks long rows may be shared,
-    above 1."""
+
+    Args:
+        tiles: whether rows are long enough for tiles (`Predictor.takes_tiles`). They come before
+            any offload, and all that is offloaded has them.
+        shared: by how many ranks long rows may be shared, above 1.
+    """
     strategies = STRATEGIES if world_size > 1 else ("full_shard",)
     sharded = [s for s in strategies if s != "ddp" and (machines > 1 or s == "full_shard")]
     found = []

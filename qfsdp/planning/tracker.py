@@ -180,8 +180,11 @@ class MemoryTracker(TorchDispatchMode):
         self._change(block, storage.nbytes())
 
     def _change(self, block: _Block, size: int) -> None:
-        """Gives a block another size. Notes the peak only before memory is released: by then a new
-        tensor has got its final place and kind."""
+        """Gives a block another size.
+
+        Notes the peak only before memory is released: by then a new tensor has got its final place
+        and kind.
+        """
         rounds = self.target == "cuda" and block.in_host and block.kind in self._pinned_alone
         unit = ALLOCATION_UNIT[self.target]
         size = pinned_size(size) if rounds else -(-size // unit) * unit
@@ -238,8 +241,11 @@ class MemoryTracker(TorchDispatchMode):
             self._change(block, 0)
 
     def _of_collective(self, size: int) -> None:
-        """Counts the memory of gloo's threads. They sometimes release it only after the next
-        collective has begun: up to `LATE_BYTES` stay counted until then."""
+        """Counts the memory of gloo's threads.
+
+        They sometimes release it only after the next collective has begun: up to `LATE_BYTES`
+        stay counted until then.
+        """
         self.workspace(size)
         self._change(self._late, 0)
         self._late = _Block(0, WORKSPACES, False, None)
@@ -296,7 +302,8 @@ class MemoryTracker(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _accumulate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Autograd's sum of two gradients, in the memory of the first; fake ones would not be."""
+        """Autograd's sum of two gradients of a tensor. Real tensors are summed in the memory of
+        the first; fake ones would not be."""
         first, second = args
         if first.shape == second.shape and first.dtype == second.dtype:
             return first.add_(second)

@@ -160,7 +160,8 @@ def _cell(
     about: Any,
     together: bool = False,
 ) -> Cell:
-    """A cell; raises UserError if the config refuses it, unless its axes change `together`."""
+    """A cell; raises UserError if the config refuses its changes, unless they are values of several
+    axes `together`."""
     own = {name: merged[name] for name in OWN if name in merged}
     changes = {name: value for name, value in merged.items() if name not in OWN}
     words = [f"{name}={json.dumps(value)}" for name, value in changes.items()]

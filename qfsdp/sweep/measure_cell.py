@@ -158,8 +158,15 @@ class Runs:
         return {"scores": {s.name: [s.value, *(s.interval or (None, None))] for s in scores}}
 
     def _run(self, words: Sequence[str], log: Path, end: signal.Signals, what: str = "") -> Row:
-        """Runs `qfsdp run WORDS`, its output in `log`; the signal `end` ends it with this process.
-        Returns {}, or "status" and "reason", which begins with `what`, of a run that has failed."""
+        """Runs `qfsdp run WORDS`, its output in `log`.
+
+        Args:
+            end: the signal that ends the run if this process ends.
+            what: begins the reason of a failure.
+
+        Returns:
+            {}, or "status" and "reason" of a run that has failed.
+        """
         environment = dict(os.environ)
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
@@ -195,9 +202,16 @@ def reason_in(log: Path) -> str:
 
 
 def check_evaluation(evaluation: Sequence[str], training: Any, folder: Path) -> None:
-    """Checks the evaluation with the base model, as it runs after hours of training only: that of
-    `Runs`, for the config of the runs and the sweep's folder. Raises UserError: recipes/evaluate
-    refuses the config."""
+    """Checks the evaluation with the base model, as it runs after hours of training only.
+
+    Args:
+        evaluation: as of `Runs`.
+        training: the config of the runs.
+        folder: of the sweep.
+
+    Raises:
+        UserError: recipes/evaluate refuses the config.
+    """
     recipe = find_recipe("recipes/evaluate")
     assert recipe is not None
     model = [f"model.path={training.model.path}", f"model.dtype={training.model.dtype}"]
@@ -247,8 +261,12 @@ def timed_steps(folder: Path) -> list[Row]:
 
 
 def lowest_validation(config: Any, folder: Path, prefix: str = "") -> dict[str, float]:
-    """The lowest loss of the set that decides (section `validation`), and its step; {} without
-    validation. `prefix` begins the names of its metrics."""
+    """The lowest loss of the set that decides, and its step; {} without validation.
+
+    Args:
+        config: section `validation` of the run in `folder`.
+        prefix: begins the names of its metrics.
+    """
     if not config.sets:
         return {}
     name = (config.metric or next(iter(config.sets))).partition("/")[0]

@@ -118,7 +118,10 @@ def rows_of_table(
     cells: Sequence[Cell], results: dict[str, dict[str, Any]]
 ) -> tuple[list[str], list[list[str]]]:
     """Head and rows: the point, the columns that any cell has a number for, scores, the outcome.
-    The results have costs, by the cells' keys; cells without one are left out."""
+
+    Args:
+        results: with costs, by the cells' keys; cells without one are left out.
+    """
     axes = list(dict.fromkeys(axis for cell in cells for axis in cell.point))
     found = [results[cell.key] for cell in cells if cell.key in results]
     columns = [name for name in COLUMNS if any(row.get(name) is not None for row in found)]
@@ -265,8 +268,14 @@ def _chart(
 def _split(
     values: dict[str, list[Any]], axis: str, fitting: Sequence[dict[str, Any]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """How a chart over one axis shows the others: those with a line for each value, and the value
-    of each that is fixed; `fitting` are the points of the cells that fit."""
+    """How a chart over one axis shows the others: as lines, or fixed to one value.
+
+    Args:
+        fitting: points of the cells that fit.
+
+    Returns:
+        The axes with a line for each value; and the value of each axis that is fixed.
+    """
     others = [name for name in values if name != axis]
     others.sort(key=lambda name: are_numbers(values[name]))  # words first
     lines_of: list[str] = []

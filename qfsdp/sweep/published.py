@@ -72,9 +72,13 @@ def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
 
 
 def beside(published: Sequence[tuple[dict[str, Any], Any, Cell]], rows: dict[str, Row]) -> Table:
-    """A table of published figures whose cells are finished (`rows` are results, by the cells'
-    keys). A row has our figure, the published one, and their ratio if that is one number. Then come
-    the axes with several values, and the number of the source if there are several."""
+    """A table of published figures whose cells are finished. A row has our figure, the published
+    one, and their ratio if that is one number. Then come the axes with several values, and the
+    number of the source if there are several.
+
+    Args:
+        rows: results by the cells' keys.
+    """
     found: list[tuple[list[str], dict[str, str], str]] = []  # cells of a row, point, source
     for report, figure, cell in published:
         if (row := rows.get(cell.key)) is None:

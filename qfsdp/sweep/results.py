@@ -64,8 +64,14 @@ def best_of(cells: Sequence[Cell], rows: Mapping[str, Row], folder: Path) -> str
 
 
 class Results:
-    """The finished cells of a sweep, in its folder, which is made if need be. Threads may share
-    one. Raises UserError: the folder cannot be made."""
+    """The finished cells of a sweep, in its folder. Threads may share one.
+
+    Args:
+        folder: made if need be.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path, self._lock = folder / FILE, threading.Lock()

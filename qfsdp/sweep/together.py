@@ -40,8 +40,11 @@ def can_be_together(training: Training, cells: Sequence[Cell]) -> bool:
 
 
 def one_config(training: Training, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The config of a run of recipes/several_adapters that trains all cells, as a tree. Raises
-    UserError: the cells differ in other keys, or that recipe refuses them."""
+    """The config of a run of recipes/several_adapters that trains all cells, as a tree.
+
+    Raises:
+        UserError: the cells differ in other keys, or that recipe refuses them.
+    """
     schema = _recipe()[1].Config
     own = {field.name for field in fields(schema)}
     given = yaml.safe_load(to_yaml(training.cfg))

@@ -71,9 +71,11 @@ def _fits(weight: Tensor) -> bool:
 
 
 def _in_order(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 `[rows, cols / 2]` and absmax bf16 `[cols / 64, rows]` for the operator. The
-    codes of 32 rows by two columns are adjacent. Of these 64 codes the first 32 are in the low
-    halves of 32 bytes, the others in the high halves."""
+    """Codes uint8 `[rows, cols / 2]` and absmax bf16 `[cols / 64, rows]` for the operator.
+
+    The codes of 32 rows by two columns are adjacent. Of these 64 codes the first 32 are in the low
+    halves of 32 bytes, the others in the high halves.
+    """
     assert isinstance(weight, nf4.NF4Tensor)
     (rows, cols), (scales, offset) = weight.shape, weight.metadata
     codes, absmax_codes = weight.qdata.split([cols // 2, cols // BLOCK], dim=1)

@@ -39,8 +39,15 @@ TILE = 16  # GPUs need sizes that it divides
 
 @compiled
 def to_fp8(rows: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`rows * factor` (`[n, cols]` and fp32 `[cols]`, or ones) as e4m3 `[n, cols]`, each row with
-    its scale, fp32 `[n, 1]`. A row with NaN or infinity becomes NaN."""
+    """`rows * factor` as e4m3, each row with its scale.
+
+    Args:
+        rows: `[n, cols]`, floating point.
+        factor: fp32 `[cols]`, or None: ones.
+
+    Returns:
+        e4m3 `[n, cols]` and fp32 `[n, 1]`. A row with NaN or infinity becomes NaN.
+    """
     numbers = rows.float()
     if factor is not None:
         numbers = numbers * factor

@@ -49,9 +49,14 @@ def frozen_weight(
     dtype: torch.dtype,
     row_scale: Tensor | None = None,
 ) -> Tensor:
-    """Rows of a frozen weight, from the bytes of a quantized one, or a plain one `[rows, cols]`
-    with `format` "", as numbers of `dtype`; `row_scale`, fp32 `[rows]`, is multiplied in before
-    rounding. A function of plain tensors and numbers, for custom ops."""
+    """Rows of a frozen weight, quantized or plain, as numbers of `dtype`.
+
+    A function of plain tensors and numbers, for custom ops.
+
+    Args:
+        weight: the bytes of a quantized weight; or a plain weight `[rows, cols]`, with `format` "".
+        row_scale: fp32 `[rows]`, multiplied in before rounding to `dtype`.
+    """
     if not format:
         return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
     rows = FORMATS[format].dequantize_rows

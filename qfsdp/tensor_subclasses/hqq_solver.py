@@ -34,9 +34,16 @@ NEVER_SHRUNK = 0.17  # smaller errors become 0; `pow` takes 10 times as long as 
 
 
 def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor, Tensor]:
-    """The solver of HQQ: 1 / scale and zero, fp32 `[n]`, of groups `[n, 64]`. `mean_error`, called
-    in every step, makes of the sums of absolute errors of these groups (fp64 `[n]`) the mean error
-    of the whole weight."""
+    """The solver of HQQ.
+
+    Args:
+        groups: `[n, 64]`, floating point.
+        mean_error: sums of absolute errors of these groups (fp64 `[n]`) -> mean error of the whole
+            weight; called in every step.
+
+    Returns:
+        1 / scale and zero, fp32 `[n]`.
+    """
     inverse, zero = (groups.new_empty(len(groups), dtype=torch.float32) for _ in range(2))
     mean, errors = (torch.empty_like(zero, dtype=torch.float64) for _ in range(2))
     # Uncompiled, temporaries are as large as the groups that are computed at a time.
@@ -101,8 +108,10 @@ def _levels(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
 
 def _sums(values: Tensor) -> Tensor:
     """Row sums, fp64 `[n]`, of fp32 `[n, 64]` with absolute values up to 15; equal in any order.
+
     Computed as two sums of integers below 2^24, which fp32 holds exactly. (Sums in fp64 or int32
-    do not vectorize: 0.2 instead of 1.2 G weights/s per core.)"""
+    do not vectorize: 0.2 instead of 1.2 G weights/s per core.)
+    """
     scaled = values * 2.0**10
     high = scaled.round()
     low = ((scaled - high) * 2.0**17).round()

@@ -51,8 +51,15 @@ class NF4Tensor(QuantizedTensor):
 
 
 def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
-    """A whole plain weight `[rows, cols]` as NF4 on the same device, with the compute dtype `dtype`
-    or its own. Raises TypeError, ValueError: it is not a finite floating-point matrix."""
+    """A whole plain weight `[rows, cols]` as NF4 on the same device.
+
+    Args:
+        weight: floating point.
+        dtype: compute dtype of the result; default: the dtype of `weight`.
+
+    Raises:
+        TypeError, ValueError: `weight` is not a finite floating-point matrix.
+    """
     if weight.dim() != 2:
         raise ValueError(f"quantize: a weight {list(weight.shape)}; expected [rows, cols]")
     rows, cols = weight.shape

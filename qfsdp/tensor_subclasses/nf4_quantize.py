@@ -70,9 +70,12 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """First level of NF4, for any rows of a weight `[rows, cols]`, floating point: codes uint8
-    `[rows, ceil(cols/2)]` and absmax fp32 `[rows, ceil(cols/64)]`. A block with a weight that is
-    NaN or infinite gets such an absmax, and its codes are meaningless."""
+    """First level of NF4, for any rows of a weight `[rows, cols]`, floating point.
+
+    Returns:
+        codes uint8 `[rows, ceil(cols/2)]` and absmax fp32 `[rows, ceil(cols/64)]`. A block with a
+        weight that is NaN or infinite gets such an absmax, and its codes are meaningless.
+    """
     rows, cols = weight.shape
     codes = weight.new_empty(rows, -(-cols // 2), dtype=torch.uint8)
     absmax = weight.new_empty(rows, -(-cols // BLOCK), dtype=torch.float32)
@@ -108,8 +111,14 @@ def check_finite(absmax: Tensor, name: str) -> None:
 
 
 def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Second level, over the absmax of a whole weight, fp32 `[rows, blocks_per_row]`: codes uint8
-    of the same shape, scales fp32 `[ceil(blocks/256)]`, offset fp32 `[]`."""
+    """Second level, over the absmax of a whole weight.
+
+    Args:
+        absmax: fp32 `[rows, blocks_per_row]`, all rows.
+
+    Returns:
+        codes uint8 of the same shape, scales fp32 `[ceil(blocks/256)]`, offset fp32 `[]`.
+    """
     flat = absmax.flatten()
     offset = flat.mean()
     codes = torch.empty_like(flat, dtype=torch.uint8)

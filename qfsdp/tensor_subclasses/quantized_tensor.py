@@ -141,9 +141,16 @@ class QuantizedTensor(tensor_methods.TensorMethods):
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
     ) -> Tensor:
-        """Dequantizes the rows from `row_offset` of the whole weight on, from their bytes, uint8
-        `[n, row_bytes]`, and its metadata: `[n, cols]` of `dtype`. `row_scale`, fp32 `[n]`,
-        multiplies each row before it is rounded."""
+        """Dequantizes the rows from `row_offset` of the whole weight on.
+
+        Args:
+            qdata: uint8 `[n, row_bytes]`, the bytes of these rows.
+            metadata: of the whole weight.
+            row_scale: fp32 `[n]`, multiplies each row before it is rounded to `dtype`.
+
+        Returns:
+            `[n, cols]` of `dtype`.
+        """
         raise NotImplementedError
 
     def _quantize(

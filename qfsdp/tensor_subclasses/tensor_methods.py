@@ -107,9 +107,16 @@ def rebuild(
     dim: int,
     is_parameter: bool,
 ) -> Tensor:
-    """The tensor of which pickle and `torch.save` stored these parts: the bytes and the metadata
-    (`inner`), and `dim` 2, or 1 for a flat view. `torch.load` may call it with `weights_only=True`,
-    so it trusts none of them. Raises ValueError: they are not those of a weight in this format."""
+    """The tensor of which pickle and `torch.save` stored these parts. `torch.load` may call it with
+    `weights_only=True`, so it trusts none of them.
+
+    Args:
+        inner: the bytes and the metadata.
+        dim: 2, or 1 for a flat view.
+
+    Raises:
+        ValueError: the parts are not those of a weight in this format.
+    """
     if format not in FORMATS:
         raise ValueError(f"quantized tensor: format {format!r}; expected one of {sorted(FORMATS)}")
     qdata, *metadata = inner

@@ -29,9 +29,14 @@ PREFERENCES = (1e-8, 1e-3)
 def advice(
     cfg: Any, loader: Loader, total: int, held_out: Mapping[str, MapDataset], positions: int
 ) -> str:
-    """The lines as one text, each with the key to change, of a training recipe's config whose whole
-    run has `total` steps; `held_out` are the datasets of validation, by name, and `positions` the
-    tokens that the model knows at most."""
+    """The lines as one text, each with the key to change.
+
+    Args:
+        cfg: a training recipe's config.
+        total: steps of the whole run.
+        held_out: name -> dataset of validation.
+        positions: the largest length that the model knows, in tokens.
+    """
     lines = [*_updates(cfg, loader, total), *_cut(cfg, loader, positions), *_rate(cfg)]
     trained = _tokenized(getattr(loader, "dataset", None))
     for name, dataset in held_out.items():

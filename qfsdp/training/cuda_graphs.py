@@ -68,8 +68,12 @@ class Device:
 
 
 class Captured:
-    """A function of tensors, captured at its first call: copies of its inputs become its arguments.
-    Besides them it uses tensors that stay, and it returns one or None."""
+    """A function of tensors, captured at its first call.
+
+    Args:
+        fn: uses tensors that stay, besides its arguments, and returns one or None.
+        inputs: of the first call; copies of them become its arguments.
+    """
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], device: Device) -> None:
         self.inputs = [value.clone() for value in inputs]
@@ -86,19 +90,28 @@ class Captured:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps micro-batches from being captured, and whether DoRA's norms are captured still."""
+    """What keeps micro-batches from being captured.
+
+    Fields:
+        reason: in words.
+        norms: whether DoRA's norms are captured all the same.
+    """
 
     reason: str
     norms: bool = False
 
 
 class StepGraphs:
-    """The graphs of a run's steps; a context manager that frees them at its end. The parameters of
-    the loaded model, or their shards, stay where they are. `wanted` is as in the config; `obstacle`
-    is what keeps all from being captured (`why_not`).
+    """The graphs of a run's steps; a context manager that frees them at its end.
 
     The process group must outlive them: `ncclCommDestroy` waits for ever for a graph that has a
-    captured collective (pytorch#115388)."""
+    captured collective (pytorch#115388).
+
+    Args:
+        model: loaded; its parameters, or their shards, stay where they are.
+        wanted: as in the config.
+        obstacle: to capturing all (`why_not`).
+    """
 
     def __init__(
         self,
@@ -176,8 +189,11 @@ class StepGraphs:
         self, forward_backward: Callable[[Any], Tensor], batch: Batch, clock: StepClock
     ) -> Tensor | None:
         """Runs a micro-batch as a graph, or as it will be captured; None: left to the caller.
-        `forward_backward` takes a batch on the device, adds gradients and returns the loss; `clock`
-        takes the time of the phase "graph"."""
+
+        Args:
+            forward_backward: of a batch on the device; adds gradients and returns the loss.
+            clock: takes the time of the phase "graph".
+        """
         if not self._on:
             return None
         tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)

@@ -96,9 +96,16 @@ def check_sharding(sharding: ShardingConfig) -> None:
 
 
 def check_teacher(cfg: Any, student: AnyConfig, tokenizer: Any) -> None:
-    """Checks the teacher of a config, before anything is loaded, for a student and its tokenizer,
-    as `check_data` returns it. Raises UserError: the teacher's folder or adapter is faulty, or it
-    has other tokens, or fewer positions than a row has."""
+    """Checks the teacher of a config, before anything is loaded.
+
+    Args:
+        student: the config of the model that is trained.
+        tokenizer: its tokenizer, as `check_data` returns it.
+
+    Raises:
+        UserError: the teacher's folder or adapter is faulty, or it has other tokens, or fewer
+            positions than a row has.
+    """
     section: TeacherConfig = cfg.teacher
     found = section.model.any_config()
     if isinstance(found, HubConfig):
@@ -125,11 +132,17 @@ def check_teacher(cfg: Any, student: AnyConfig, tokenizer: Any) -> None:
 
 
 def _check_tokens(tokenizer: Any, folder: Path, rows: int, equal: bool) -> None:
-    """Checks that the student's tokenizer and the teacher in `folder` have the same tokens.
+    """Checks that both models have the same tokens.
 
     A padded vocabulary has more rows than tokens, and models of a family are padded differently
-    (Qwen2.5-7B has 152,064 rows, Qwen2.5-3B 151,936). So tokens are compared, not rows; `rows` are
-    those that both have, and `equal` says whether both have as many."""
+    (Qwen2.5-7B has 152,064 rows, Qwen2.5-3B 151,936). So tokens are compared, not rows.
+
+    Args:
+        tokenizer: the student's.
+        folder: of the teacher.
+        rows: that both have.
+        equal: whether both have as many.
+    """
     from tokenizers import Tokenizer
 
     mine, where = getattr(tokenizer, "vocabulary", None), f"teacher.model.path: '{folder}'"
@@ -147,9 +160,16 @@ def _check_tokens(tokenizer: Any, folder: Path, rows: int, equal: bool) -> None:
 
 
 def load_teacher(cfg: Any, world: World, loader: Any, steps: int) -> Teacher:
-    """The teacher of a config, loaded, or read from files after it has written what they lack for
-    the rows and the steps of the run. Every rank must call it. Raises UserError: as `TeacherCache`;
-    or `load_for_inference` raises it."""
+    """The teacher of a config, loaded, or read from files after it has written what they lack.
+    Every rank must call it.
+
+    Args:
+        loader: of the run, whose rows the teacher reads.
+        steps: of the run.
+
+    Raises:
+        UserError: as `TeacherCache`; or `load_for_inference` raises it.
+    """
     given = (cfg.teacher.model, cfg.teacher.quantization, cfg.teacher.adapter, of_teacher(cfg))
 
     def load() -> Teacher:
@@ -168,9 +188,13 @@ def load_teacher(cfg: Any, world: World, loader: Any, steps: int) -> Teacher:
 
 
 class Teacher:
-    """A frozen `Decoder`, loaded or of a dry run, in evaluation, and what a student learns from it.
-    Its output is from now on the last hidden state; `tokens` are the rows of the vocabulary that
-    both have."""
+    """A frozen model, and what a student learns from it.
+
+    Args:
+        model: a `Decoder`, loaded or of a dry run, in evaluation. Its output is from now on the
+            last hidden state.
+        tokens: rows of the vocabulary that student and teacher both have.
+    """
 
     def __init__(self, model: Any, config: DistillationConfig, world: World, tokens: int) -> None:
         self._model, self.config, self.world, self._tokens = model, config, world, tokens
@@ -233,8 +257,12 @@ class Teacher:
 
 
 class CachedTeacher(Teacher):
-    """A teacher whose most likely tokens were written before; `said` makes of a micro-batch what
-    `Taught` takes of it: ids and log-probabilities, `[n, top_k]`."""
+    """A teacher whose most likely tokens were written before.
+
+    Args:
+        said: a micro-batch -> what `Taught` takes of it: ids and log-probabilities, `[n, top_k]`.
+        tokens: as of `Taught`.
+    """
 
     def __init__(
         self,
@@ -261,8 +289,11 @@ class CachedTeacher(Teacher):
 
 
 class Update:
-    """The losses of one update's micro-batches, and what is logged of them. `targets`, `[]`, are
-    the target tokens of all ranks."""
+    """The losses of one update's micro-batches, and what is logged of them.
+
+    Args:
+        targets: `[]`, target tokens of all ranks.
+    """
 
     def __init__(self, teacher: Teacher, targets: Tensor) -> None:
         self._teacher, self._targets, device = teacher, targets, teacher.world.device

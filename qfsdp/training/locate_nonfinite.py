@@ -31,9 +31,14 @@ LISTED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Part:
-    """One of the losses of a micro-batch that are added up, `[]`, with gradients, by its name in
-    words ("loss 'sigmoid'"), and the log-probabilities that it is computed from, a tensor of its
-    own: gradients of other losses do not pass through it."""
+    """One of the losses of a micro-batch that are added up.
+
+    Fields:
+        name: in words, e.g. "loss 'sigmoid'".
+        loss: `[]`, with gradients.
+        logprobs: what it is computed from, a tensor of its own: gradients of other losses do not
+            pass through it.
+    """
 
     name: str
     loss: Tensor

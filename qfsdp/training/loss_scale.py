@@ -35,8 +35,12 @@ def has_loss_scale(optimizer: Optimizer) -> bool:
 
 
 def update_loss_scale(optimizer: Optimizer, overflow: bool) -> None:
-    """Sets the scale of the next step, if there is a scale. Every rank must call it alike. With
-    `overflow` a gradient of this step was not finite on some rank, and the update was left out."""
+    """Sets the scale of the next step, if there is a scale. Every rank must call it alike.
+
+    Args:
+        overflow: whether a gradient of this step was not finite on some rank, and the update was
+            left out.
+    """
     if not has_loss_scale(optimizer):
         return
     group = optimizer.param_groups[0]

@@ -97,8 +97,11 @@ def _kind(param: Tensor) -> str:
 
 
 class MemoryUsage:
-    """Reads the memory of training steps; every rank makes one once the model is loaded. Without an
-    optimizer nothing is trained."""
+    """Reads the memory of training steps; every rank makes one once the model is loaded.
+
+    Args:
+        optimizer: None if nothing is trained.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, world: World) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
@@ -118,7 +121,7 @@ class MemoryUsage:
         return [peak_memory_bytes(device), reserved, self._load_peak]
 
     def read(self, of_ranks: list[list[float]]) -> dict[str, float]:
-        """The peaks since `reset`, from the `numbers` of every rank after a step; a new `reset`.
+        """The peaks since `reset`, and a new `reset`.
 
         peak_memory_gib           of the rank that has the most (`peak_memory_bytes`)
         memory/peak_rank          that rank; the last of several
@@ -126,6 +129,9 @@ class MemoryUsage:
         memory/load_peak_gib      until training began; only in the first call
         memory/KIND_gib           of this rank, see `bytes_by_kind`; for gradients their size
                                   before the update, as there are none between steps
+
+        Args:
+            of_ranks: `numbers` of every rank, after a step.
         """
         peaks, reserved, load_peaks = of_ranks
         peak = max(peaks)

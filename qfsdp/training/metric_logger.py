@@ -125,12 +125,18 @@ class Loggers:
 
 
 class SafeLogger:
-    """Calls the metric logger that the config names until it fails; then prints one warning, and
-    the run goes on without. Raises UserError: it cannot be built, and not because of the system
-    (OSError).
+    """Calls a metric logger until it fails; then prints one warning, and the run goes on without.
 
     All metrics are in `metrics.jsonl` as well, so a full disk or a lost connection must not end a
-    run. TensorBoard's logger writes in a thread: its traceback there is left out too."""
+    run. TensorBoard's logger writes in a thread: its traceback there is left out too.
+
+    Args:
+        component: the logger as the config names it.
+        cfg: as in `build_logger`.
+
+    Raises:
+        UserError: it cannot be built, and not because of the system (OSError).
+    """
 
     def __init__(self, component: Component, cfg: Any = None) -> None:
         component = replace(component, kwargs={k: _in_home(v) for k, v in component.kwargs.items()})

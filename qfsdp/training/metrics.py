@@ -136,8 +136,11 @@ class RunLog:
             print(printable(text), flush=True)
 
     def close(self, report: bool = False) -> None:
-        """Ends the progress bar, closes the metric logger, and writes what is left; with `report`
-        also the run's page and the picture of its losses (`report_at_end`)."""
+        """Ends the progress bar, closes the metric logger, and writes what is left.
+
+        Args:
+            report: also write the run's page and the picture of its losses (`report_at_end`).
+        """
         close_bar()
         if self._silent:
             return

@@ -52,12 +52,16 @@ def step_metrics(
 
 
 class NonFiniteWatch:
-    """Looks at the metrics of every update, and acts on those that are not finite, as `then` says:
-    saves the state with `checkpoints` when the run stops, and computes the losses of a step again
-    with `parts`, or the cross entropy.
+    """Looks at the metrics of every update, and acts on those that are not finite.
 
-    Every rank makes one after a checkpoint is loaded, and calls `after` after every
-    `train_step`."""
+    Every rank makes one after a checkpoint is loaded, and calls `after` after every `train_step`.
+
+    Args:
+        then: what to do.
+        state: of the run.
+        checkpoints: save the state when the run stops.
+        parts: compute the losses of a step again; None: cross entropy.
+    """
 
     def __init__(
         self,
@@ -75,9 +79,16 @@ class NonFiniteWatch:
     def after(
         self, step: int, batches: Sequence[Batch], metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Returns the metrics of `optim_step`, with `skipped_steps`, their number so far, if there
-        are any, and with the loss scale of fp16, which it updates; `batches` are this rank's of the
-        step. Raises UserError: they are not finite, and the run is to stop."""
+        """Returns the metrics, with `skipped_steps`, their number so far, if there are any, and
+        with the loss scale of fp16, which it updates.
+
+        Args:
+            batches: this rank's micro-batches of the step.
+            metrics: of `optim_step`.
+
+        Raises:
+            UserError: they are not finite, and the run is to stop.
+        """
         optimizer = self._state.optimizer
         scale = loss_scale(optimizer)
         overflow = math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
@@ -123,7 +134,8 @@ class NonFiniteWatch:
         return f"{expected}, or {resume}on_nonfinite=skip"
 
     def _save(self, step: int) -> str:
-        """Saves the state of the step before, unless it is saved or damaged; names the last one."""
+        """Saves the state of the step before, unless it is saved or damaged. Returns words for the
+        last step that is saved."""
         before, checkpoints = step - 1, self._checkpoints
         optimizer = self._state.optimizer
         damaged = isinstance(optimizer, StepsInBackward) and bool(optimizer.grad_norms)

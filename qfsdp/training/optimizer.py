@@ -39,10 +39,15 @@ ELEMENTWISE += (optim.Rprop,)
 def build_optimizer(
     component: Component, parameters: Iterable[Tensor | dict[str, Any]], in_backward: bool = False
 ) -> Optimizer:
-    """Builds the optimizer over `parameters`, or groups of them, whose `lr_ratio` multiplies the
-    learning rate. With `in_backward` each parameter is updated as soon as its gradient exists
-    (`StepsInBackward`). Raises UserError: it refuses its arguments or these parameters. A dry run
-    builds it too."""
+    """Builds the optimizer over `parameters`, its first argument.
+
+    Args:
+        parameters: or groups of them; `lr_ratio` of a group multiplies its learning rate.
+        in_backward: update each parameter as soon as its gradient exists (`StepsInBackward`).
+
+    Raises:
+        UserError: it refuses its arguments or these parameters. A dry run builds it too.
+    """
     optimizer: Optimizer = _tried("optimizer", component, lambda: component.call(list(parameters)))
     if type(optimizer).__module__.startswith("torchao.") and not has_compiler():
         log.warning("the optimizer runs uncompiled and slower: %s", why_not())

@@ -198,8 +198,11 @@ class Objective:
             return sequence_logprobs(model, batch)
 
     def begin(self, model: nn.Module, batches: Sequence[PairBatch], world: World) -> Update:
-        """Sums over all ranks what the losses of an update share. Every rank must call it with its
-        micro-batches, all of pairs or all of labelled rows."""
+        """Sums over all ranks what the losses of an update share. Every rank must call it.
+
+        Args:
+            batches: this rank's micro-batches; all are pairs, or all have labels.
+        """
         units = good = kl = 0.0
         for batch in batches:
             tokens, labels = batch.targets_of_samples(), batch.desirable
@@ -237,9 +240,13 @@ def step_options(cfg: Any) -> dict[str, Any]:
 
 
 class Update:
-    """The losses of one update's micro-batches, of `units` pairs or labelled answers of all ranks,
-    and what is logged of them; `good_tokens` are those of good answers per unit, `kl` is KTO's
-    estimate of the KL divergence."""
+    """The losses of one update's micro-batches, and what is logged of them.
+
+    Args:
+        units: pairs or labelled answers of all ranks.
+        good_tokens: tokens of good answers per unit.
+        kl: KTO's estimate of the KL divergence.
+    """
 
     NUMBERS = ("loss", "right", "good", "bad")
     SUMS = ("rewards", "logps", "ratios", "tokens")
@@ -255,9 +262,14 @@ class Update:
         self._has_reference = self._has_pairs = False
 
     def loss(self, batch: PairBatch, reference: Tensor | None, logprobs: Tensor) -> Tensor:
-        """The part of the update's loss that is a micro-batch's, fp64 `[]`, with gradients, from
-        `Objective.reference` and `sequence_logprobs`. In fp64, so that n equal fp32 losses have
-        exactly their mean: ln 2 before the first update."""
+        """The part of the update's loss that is a micro-batch's, fp64 `[]`, with gradients.
+
+        In fp64, so that n equal fp32 losses have exactly their mean: ln 2 before the first update.
+
+        Args:
+            reference: of `Objective.reference`.
+            logprobs: of `sequence_logprobs`.
+        """
         answers = self._answers(batch, reference, logprobs)
         results = [term(answers) for term in self._terms]
         weighted = zip(self._terms, results, strict=True)
@@ -330,7 +342,8 @@ class Update:
 
 
 def _check_arguments(term: Term) -> None:
-    """Checks the arguments of a loss by its signature, and the range of those that all share."""
+    """Checks the arguments of a loss by its signature, and the range of those that all losses
+    share."""
     component = term.component
     component.check(term.key, provided=["answers"])
     given = component.kwargs

@@ -122,8 +122,10 @@ class Profiler:
 
 
 def _write_trace(trace: profile, path: str) -> None:
-    """Writes the trace uncompressed, checks that it is complete, and compresses it: libkineto does
-    not report a full disk, and PyTorch would compress the incomplete file."""
+    """Writes the trace uncompressed, checks that it is complete, and compresses it.
+
+    libkineto does not report a full disk, and PyTorch would compress the incomplete file.
+    """
     # In a temporary folder: after a failure libkineto leaves a second file there.
     with TemporaryDirectory(dir=Path(path).parent) as folder:
         plain = Path(folder) / "trace.json"

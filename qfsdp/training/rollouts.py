@@ -123,8 +123,11 @@ def micro_batches(
 
 
 def per_row(values: Sequence[float], batch: Batch) -> Tensor:
-    """The value of each row's sample, fp32 `[rows]` on the batch's device; 0 for padding. `values`,
-    such as advantages, are those of all samples that `micro_batches` was given."""
+    """The value of each row's sample, fp32 `[rows]` on the batch's device; 0 for padding.
+
+    Args:
+        values: of all samples that `micro_batches` was given, such as advantages.
+    """
     found = torch.zeros(len(batch.tokens))
     for row, (index,) in enumerate(batch.samples):
         found[row] = values[index]

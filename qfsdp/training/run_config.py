@@ -97,9 +97,15 @@ def check_model(cfg: Any, model: AnyDecoder, weights: ModelWeights) -> None:
 
 
 def check_with_model(cfg: Any, model: Any) -> None:
-    """Checks what depends on the machine and on the config of the model that is built. Raises
-    UserError: `compile: true` and nothing can be compiled; samples longer than the model's
-    positions; or a setting that models of transformers do not have."""
+    """Checks what depends on the machine and on the model.
+
+    Args:
+        model: the config of the model that is built.
+
+    Raises:
+        UserError: `compile: true` and nothing can be compiled; samples longer than the model's
+            positions; or a setting that models of transformers do not have.
+    """
     if isinstance(model, HubConfig):
         check_hub_run(cfg, model)
     passes = getattr(model, "recurrent", None) and get_key(cfg, "sharding.context_parallel") > 1

@@ -67,8 +67,11 @@ class ScoreObjective:
 
 
 class ScoreUpdate:
-    """The losses of one update's micro-batches, and what is logged of them. `units` are the pairs
-    or labelled rows of all ranks."""
+    """The losses of one update's micro-batches, and what is logged of them.
+
+    Args:
+        units: pairs or labelled rows of all ranks.
+    """
 
     def __init__(self, head: HeadConfig, units: int, world: World) -> None:
         self._head, self._units, self._world = head, units, world
@@ -77,8 +80,11 @@ class ScoreUpdate:
         self._sums = torch.zeros(len(self._names), dtype=dtype, device=world.device)
 
     def loss(self, batch: PairBatch, scores: Tensor) -> Tensor:
-        """The part of the update's loss that is a micro-batch's, `[]`, with gradients; `scores` are
-        of `last_scores`."""
+        """The part of the update's loss that is a micro-batch's, `[]`, with gradients.
+
+        Args:
+            scores: of `last_scores`.
+        """
         of_units = self._labels if self._head.classes > 1 else self._pairs
         losses, *numbers = of_units(batch, scores)
         self._sums += torch.stack([each.detach().double().sum() for each in (losses, *numbers)])

@@ -100,9 +100,12 @@ def in_words(cfg: Any, name: str, loader: StepLoader, steps: int) -> str:
 
 
 def check_several(cfg: Any) -> None:
-    """Checks what adapters that share a base cannot have, and sorts them by name. Raises UserError:
-    there is no adapter, a name cannot be that of a folder, an adapter has no dataset, or a setting
-    does not go with several adapters."""
+    """Checks what adapters that share a base cannot have, and sorts them by name.
+
+    Raises:
+        UserError: there is no adapter, a name cannot be that of a folder, an adapter has no
+            dataset, or a setting does not go with several adapters.
+    """
     if not cfg.adapters:
         raise UserError("adapters: {}; expected a section for each adapter, by its name")
     # Optimizer groups are restored by their place: a resumed run may name adapters in any order.
@@ -206,8 +209,11 @@ class Schedules(LRScheduler):
 def build_optimizers(
     cfg: Any, model: nn.Module, steps: Mapping[str, int]
 ) -> tuple[Optimizers, Schedules]:
-    """The optimizer and the schedule of each adapter, as its own run has them; `steps` are the
-    updates of each, by name."""
+    """The optimizer and the schedule of each adapter, as its own run has them.
+
+    Args:
+        steps: the updates of each, by name.
+    """
     optimizers, schedules = [], []
     for name in cfg.adapters:
         one = single(cfg, name)

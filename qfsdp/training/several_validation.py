@@ -48,7 +48,11 @@ class SeveralValidation:
         saves: Mapping[str, Callable[[Path], None]],
     ) -> None:
         """As `Validation.run`, for every adapter that is trained in this step. Metrics are
-        `NAME/validation/...`; `saves` writes the adapter NAME to a folder."""
+        `NAME/validation/...`.
+
+        Args:
+            saves: by name, writes the adapter to a folder.
+        """
         rows = cast(AdapterRows, model.adapter_rows)
         for name, one in self._each.items():
             if step <= self._steps[name]:

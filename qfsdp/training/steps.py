@@ -211,8 +211,10 @@ def clip_grad_norm(
 
 def _over_ranks(norm: Tensor, mesh: DeviceMesh, sums: Tensor | None) -> Tensor:
     """The norm over the ranks that share rows; sums `sums` over all ranks in the same all-reduce.
+
     On a mesh of replicate x shard every group of ranks holds all rows. The sum of squares over all
-    ranks is then too large by the number of groups, so it is divided by that number."""
+    ranks is then too large by the number of groups, so it is divided by that number.
+    """
     square = norm.square().double().to(mesh_device(mesh)).view(1) * mesh.size(-1) / mesh.size()
     both = square if sums is None else torch.cat([square, sums])
     dist.all_reduce(both)
@@ -225,9 +227,15 @@ def _over_ranks(norm: Tensor, mesh: DeviceMesh, sums: Tensor | None) -> Tensor:
 
 
 def start_reading(loss: Tensor, grad_norm: Tensor, lr: float) -> Callable[[], dict[str, float]]:
-    """Starts to copy the loss and the gradient norm of an update, `[]` of all ranks, to the host.
-    Returns a function that waits for the copy, and for nothing that the device is given after it;
-    it returns `loss`, `grad_norm` and `lr`, the same on every rank."""
+    """Starts to copy the loss and the gradient norm of an update to the host.
+
+    Args:
+        loss, grad_norm: of all ranks, `[]`.
+
+    Returns:
+        A function that waits for the copy, and for nothing that the device is given after it; it
+        returns `loss`, `grad_norm` and `lr`, the same on every rank.
+    """
     copy = torch.stack([loss.double(), grad_norm.to(loss.device).double()])
     ended = None
     if copy.device.type != "cpu":
@@ -343,8 +351,11 @@ class StepClock:
         return nullcontext() if known else long_wait(f"step {progress.NOW.step}: {name}")
 
     def seconds(self, wait: bool = True) -> dict[str, float]:
-        """Seconds of each phase that ended since the last call. Without `wait`, phases that the
-        device still runs count for the next call."""
+        """Seconds of each phase that ended since the last call.
+
+        Args:
+            wait: for the device; else phases that it still runs count for the next call.
+        """
         running = []
         for name, begin, end in self._events:
             if not wait and not end.query():

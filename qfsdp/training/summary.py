@@ -57,9 +57,15 @@ def summary(
     total: int,
     held_out: Mapping[str, MapDataset] | None = None,
 ) -> str:
-    """The lines as one text, of a training recipe's config and its sharded and loaded model;
-    `first` steps came before a resumed run, which has `total`. `held_out` are the sets of
-    validation."""
+    """The lines as one text.
+
+    Args:
+        cfg: a training recipe's config.
+        model: sharded and loaded.
+        first: number of steps before a resumed run, 0 for a new one.
+        total: number of steps of the whole run.
+        held_out: the sets of validation, by name.
+    """
     positions = cfg.model.any_config().max_position_embeddings
     lines = {
         "model": _model(cfg.model, model),
@@ -98,8 +104,11 @@ def _model(config: Any, model: nn.Module) -> str:
 
 
 def trained_figures(model: nn.Module) -> dict[str, float]:
-    """How many parameters are trained, which share of all, and the bytes that they take:
-    "trained/parameters", "trained/percent" and "trained/mb" (10^6 bytes, of all ranks)."""
+    """How many parameters are trained, which share of all, and the bytes that they take.
+
+    Returns:
+        "trained/parameters", "trained/percent" and "trained/mb" (10^6 bytes, of all ranks).
+    """
     parameters = [p for n, p in model.named_parameters() if not n.endswith(".weight_norm")]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     size, whole = (sum(p.numel() for p in some) for some in (trained, parameters))

@@ -156,8 +156,12 @@ def _flops_of_linears(model: HubDecoder, tokens: int, targets: int) -> StepFlops
 
 
 class _Work:
-    """Adds up matrix products in the order in which the modules run: FLOPs of forward, backward and
-    recomputation (`again`). Backward gets nowhere before the first `trained` parameter."""
+    """Adds up matrix products in the order in which the modules run.
+
+    Fields:
+        forward, backward, again: FLOPs; `again` counts recomputation.
+        trained: whether any parameter so far is trained; if not, backward does not get here.
+    """
 
     def __init__(self, trained: bool) -> None:
         self.forward = self.backward = self.again = 0
@@ -217,10 +221,13 @@ def _attended(lengths: list[int], window: int | None) -> int:
 
 class Meter:
     """Measures speed and memory of training steps; every rank makes one once the model is loaded.
-    The memory by kind has the optimizer's state, if there is one.
 
     First measures the rate of matrix products, on all ranks at the same time, as they also train at
-    the same time."""
+    the same time.
+
+    Args:
+        optimizer: its state is part of the memory by kind; None: left out.
+    """
 
     def __init__(
         self,

@@ -243,8 +243,10 @@ class Validation:
             )
 
     def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
-        """What is logged of a set, on every rank: `loss`, the mean over target tokens in nats, and
-        `perplexity`."""
+        """What is logged of a set: `loss`, the mean over target tokens in nats, and `perplexity`.
+
+        Every rank must call it.
+        """
         batches = held_out_batches(
             self.sets[name],
             self._batch_size,
@@ -280,8 +282,11 @@ class Validation:
         return {f"validation/{score.task}/{score.metric}": score.value for score in scores}
 
     def _update_progress(self, step: int, value: float, sign: int) -> bool:
-        """Updates `progress`; returns whether `value` is the best so far (with `sign` 1 the lowest,
-        with -1 the highest), which NaN never is."""
+        """Updates `progress`; returns whether `value` is the best so far, which NaN never is.
+
+        Args:
+            sign: 1 if the lowest value is the best, -1 if the highest is.
+        """
         progress = self.progress
         best = math.inf if progress["best"] is None else sign * progress["best"]
         better = sign * value < best
@@ -342,7 +347,8 @@ def _warn(text: str) -> None:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Puts a copy of a folder in the place of `folder`; links where the disk has them."""
+    """Puts a copy of a folder in the place of `folder`; links where the disk has them. Raises
+    OSError; nothing of the copy is left then."""
     partial = folder.with_name(folder.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)

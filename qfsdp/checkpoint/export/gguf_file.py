@@ -44,8 +44,15 @@ class Pieces:
 
 @dataclass(frozen=True)
 class GgufExport:
-    """What is written: see `plan_gguf`. `type` is that of matrices, `tensors` are in the order of
-    the file, and the template is as `saved_template.read_template` returns it."""
+    """What is written: see `plan_gguf`.
+
+    Fields:
+        merge: the model's weights.
+        type: of its matrices.
+        model, tokenizer: as llama.cpp sees them.
+        tensors: in the order of the file.
+        template: the adapter's chat template, as `saved_template.read_template` returns it.
+    """
 
     merge: Merge
     type: GgufType

@@ -55,8 +55,15 @@ number, so they change nothing; llama.cpp reads no file without them."""
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A model as llama.cpp computes it, by its name of the architecture, with the rotary embedding
-    of all layers; `sections` are those of the embedding, see `SECTIONS`."""
+    """A model as llama.cpp computes it.
+
+    Fields:
+        architecture: llama.cpp's name.
+        parts: the decoder.
+        rope: the rotary embedding of all layers.
+        name: of the model, for people.
+        sections: of the rotary embedding, see `SECTIONS`; None: it has none.
+    """
 
     architecture: str
     parts: DecoderConfig

@@ -54,13 +54,11 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A tokenizer as llama.cpp has it.
-
-    Fields:
-        kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
-        pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
-        tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
-        space_prefix: a space is put before a text.
+    """Fields:
+    kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
+    pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
+    tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
+    space_prefix: a space is put before a text.
     """
 
     kind: str
@@ -80,8 +78,12 @@ class GgufTokenizer:
             )
 
     def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
-        """Adds the tokenizer, its special tokens and the chat template of the adapter (of
-        `saved_template.read_template`) to a file's metadata; `folder` is the model's."""
+        """Adds the tokenizer, its special tokens and the chat template to a file's metadata.
+
+        Args:
+            folder: of the model.
+            template: of the adapter, as `saved_template.read_template` returns it.
+        """
         import gguf
 
         writer.add_tokenizer_model(self.kind)
@@ -106,8 +108,14 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
-    """The tokenizer of a model folder. Of the `rows` of the embeddings those without a token get an
-    unused one. Raises UserError: there is none, or one that llama.cpp does not have."""
+    """The tokenizer of a model folder.
+
+    Args:
+        rows: of the embeddings; those without a token get an unused one.
+
+    Raises:
+        UserError: there is no tokenizer, or one that llama.cpp does not have.
+    """
     file = folder / "tokenizer.json"
     described = read_json(file) if file.is_file() else {}
     if (described.get("decoder") or {}).get("type") == _PLAIN:

@@ -33,7 +33,13 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # `--max-lora-rank`
 
 @dataclass(frozen=True)
 class VllmAdapter:
-    """An adapter in `folder` that vLLM loads over `model.path`; `rank` is for `--max-lora-rank`."""
+    """An adapter that vLLM loads.
+
+    Fields:
+        base: `model.path`.
+        folder: of the adapter.
+        rank: for `--max-lora-rank`.
+    """
 
     base: str
     folder: Path
@@ -62,9 +68,15 @@ class VllmAdapter:
 
 
 def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter:
-    """Checks that vLLM loads an adapter. Reads the adapter, and headers of the base; `base` is
-    `model.path`, as the user wrote it. Raises UserError: vLLM does not load it, and the command
-    that merges it; or the adapter is not one of this base (see `check_adapter`)."""
+    """Checks that vLLM loads an adapter. Reads the adapter, and headers of the base.
+
+    Args:
+        base: `model.path`, as the user wrote it.
+
+    Raises:
+        UserError: vLLM does not load it, and the command that merges it; or the adapter is not one
+            of this base (see `check_adapter`).
+    """
     config = read_adapter_config(adapter)
     experts = any(map(is_of_experts, read_adapter_header(adapter)))
     reason = None

@@ -41,9 +41,14 @@ BITS = 4
 
 @dataclass(frozen=True)
 class W4A16Export:
-    """What is written: see `plan_w4a16`. `merge.dtype` is that of scales and of weights that stay
-    plain, `quantized` are the names of those of `plan` that become integers, of which `group_size`
-    of a row share a scale."""
+    """What is written: see `plan_w4a16`.
+
+    Fields:
+        merge: the model's weights; its `dtype` is that of scales and of weights that stay plain.
+        group_size: weights of a row that share a scale.
+        plan: the weights of the model.
+        quantized: names of those that become integers.
+    """
 
     merge: Merge
     group_size: int
@@ -129,8 +134,15 @@ def plan_w4a16(merge: Merge, group_size: int) -> W4A16Export:
 
 
 def integers(rows: Tensor, group_size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Rows of a weight, fp32 `[n, in]`, as packed integers: `weight_packed`, int32 `[n, in / 8]`,
-    and `weight_scale`, `[n, in / group_size]` of `dtype`."""
+    """Rows of a weight as packed integers.
+
+    Args:
+        rows: fp32 `[n, in]`.
+        dtype: of the scales.
+
+    Returns:
+        `weight_packed`, int32 `[n, in / 8]`, and `weight_scale`, `[n, in / group_size]`.
+    """
     from compressed_tensors.compressors import PackedQuantizationCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 

@@ -24,8 +24,13 @@ from qfsdp.distributed.world import World
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What is added to a model: text -> id of the new tokens, which are consecutive; the rows of
-    the vocabulary afterwards; and name -> text of the tokenizer's files."""
+    """What is added to a model.
+
+    Fields:
+        ids: text -> id, of the new tokens; consecutive.
+        rows: of the vocabulary afterwards.
+        texts: name -> text of the tokenizer's files.
+    """
 
     ids: dict[str, int]
     rows: int

@@ -79,7 +79,8 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWe
 
 
 def _read_state(files: SafetensorsFolder, name: str, where: str) -> dict[str, Any]:
-    """The JSON object in a `quant_state` tensor, checked; an error begins with `where`."""
+    """The JSON object in a `quant_state` tensor; the values that are used have their types. Raises
+    UserError, which begins with `where`."""
     stored = files.tensors[name]
     try:
         state = json.loads(bytes(files.read(stored).tolist()) if stored.dtype == "U8" else b"")
@@ -163,8 +164,11 @@ def write_bnb(file: SafetensorsFile, name: str, weight: QuantizedTensor) -> None
 
 
 def bnb_config(format: str, dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json for weights written by `write_bnb`; `skipped` are
-    the names of the linears that are not quantized."""
+    """The `quantization_config` of config.json for weights written by `write_bnb`.
+
+    Args:
+        skipped: names of the linears that are not quantized.
+    """
     name = str(dtype).removeprefix("torch.")
     return {
         "quant_method": "bitsandbytes",

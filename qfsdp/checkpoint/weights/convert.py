@@ -116,8 +116,11 @@ def _write_all(
     world: World,
     progress: bool,
 ) -> None:
-    """Writes everything to the folder that rank 0 has begun, but the files that an earlier one
-    wrote: `known` has their SHA-256."""
+    """Writes everything to the folder that rank 0 has begun.
+
+    Args:
+        known: file name -> SHA-256, of files that an earlier conversion wrote.
+    """
     folder = output.path
     mine = files[world.rank :: world.size]
     todo = [file for file in mine if not output.is_done(file, known.get(file.name))]
@@ -169,7 +172,8 @@ def _write_weights(
     done: set[str],
     progress: bool,
 ) -> None:
-    """Writes the files `mine`, and joins in the others' conversions; `done` names those begun."""
+    """Writes the files named in `mine`, and joins the conversions in the others. Adds the name of
+    every weight to `done` as its turn comes."""
     names = [name for file in files if file.name in mine for name in file.groups]
     reads = [read for name in names for read in conversions[name].reads]
 
@@ -262,9 +266,15 @@ def read_as_quantized(
     device: torch.device,
     pieces: Pieces,
 ) -> QuantizedTensor:
-    """A whole weight in a quantized format, for the compute dtype `dtype`: its stored bytes, or
-    quantized if it is plain, from the pieces of `whole_reads`. Raises ValueError: it holds NaN or
-    infinity."""
+    """A whole weight in a quantized format: its stored bytes, or quantized if it is plain.
+
+    Args:
+        dtype: the compute dtype that it stands for.
+        pieces: of `whole_reads`.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+    """
     stored = source.quantized.get(name)
     rows, cols = source.plain[name].shape if stored is None else stored.shape
     weight = FORMATS[format].empty(rows, cols, dtype, device)
@@ -278,8 +288,12 @@ def read_as_quantized(
 def compute_rows(
     name: str, weight: QuantizedTensor | Iterator[Tensor], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The numbers that training multiplies by, in chunks of rows: fp32 of a quantized weight; of
-    the pieces of a plain one those of `dtype`, in which training holds it."""
+    """The numbers that training multiplies by, in chunks of rows.
+
+    Args:
+        weight: quantized (its rows come in fp32), or the pieces of a plain one.
+        dtype: that training holds plain weights in; they are rounded to it.
+    """
     if isinstance(weight, QuantizedTensor):
         step = max(1, CHUNK_NUMBERS // weight.size(1))
         for start in range(0, weight.size(0), step):

@@ -58,12 +58,16 @@ def blocks_of_rate(depth: int, rate: float) -> int:
 
 
 def expanded_positions(depth: int, new_blocks: int) -> list[int]:
-    """Indices, from 0 and ascending, of `new_blocks` (at least 1, maybe more than `depth`) in a
-    model that has `depth` old ones.
+    """Indices of the new blocks in the expanded model, ascending.
 
     The j-th of n new blocks (j = 1 .. n) comes after ceil(j * depth / n) old ones. So the last
     block is a new one, the numbers of old blocks between new ones differ by at most one, and at
-    most ceil(n / depth) new blocks follow an old one."""
+    most ceil(n / depth) new blocks follow an old one.
+
+    Args:
+        depth: number of old blocks, at least 1.
+        new_blocks: at least 1; may be more than `depth`.
+    """
     return [-(-j * depth // new_blocks) + j - 1 for j in range(1, new_blocks + 1)]
 
 
@@ -120,8 +124,11 @@ def check_plain(
     weights: ModelWeights, what: str = "expand the model that it was quantized from"
 ) -> int:
     """Checks that a model can be expanded, and returns its number of blocks. Reads headers only.
-    Raises UserError: its weights are quantized (and `what` is to be done before), or do not match
-    its config.json."""
+    Raises UserError: its weights are quantized, or do not match its config.json.
+
+    Args:
+        what: what is to be done before quantizing, for the message.
+    """
     if weights.quantized:
         raise UserError(
             f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: {what}, "
@@ -164,7 +171,8 @@ def zeros(name: str, like: StoredTensor, parts: DecoderParts) -> WeightConversio
 
 
 def _tensor_sources(config: dict[str, Any], new_blocks: int) -> dict[str, tuple[str, bool]]:
-    """Tensor of the expanded model -> name of the old one, and whether the new one is zero."""
+    """Name of every tensor of the expanded model -> name of the old one, and whether the new one is
+    zero."""
     depth = int(config["num_hidden_layers"])
     sources = block_sources(depth, new_blocks)
     new = set(expanded_positions(depth, new_blocks))

@@ -46,9 +46,16 @@ PARAMETER = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)\.(weight|bias)"
 def stacked_experts(
     plain: dict[str, StoredTensor], parts: DecoderParts, where: object
 ) -> dict[str, StoredTensor]:
-    """The tensors of a folder by name, where those of experts are replaced by stacked ones. Raises
-    UserError, which names `where`: an expert is missing or one too many, or a tensor has another
-    shape or dtype than config.json and the other experts say."""
+    """The same tensors, where those of experts are replaced by stacked ones.
+
+    Args:
+        plain: name -> tensor of a folder.
+        where: the folder, for errors.
+
+    Raises:
+        UserError: an expert is missing or one too many, or a tensor has another shape or dtype than
+            config.json and the other experts say.
+    """
     config = parts.experts
     if config is None:
         return plain
@@ -171,8 +178,12 @@ def _check_bytes(stored: StoredTensor, shape: tuple[int | str, ...]) -> None:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The tensors of files that hold the rows of a plain parameter: name -> shape, in the order of
-    the rows. If `transposed` the one tensor is `[experts, in, out]`, or `[in, out]`."""
+    """The tensors of files that hold the rows of a plain parameter.
+
+    Fields:
+        shapes: name -> shape, in the order of the rows.
+        transposed: the one tensor is `[experts, in, out]`, or `[in, out]`.
+    """
 
     shapes: dict[str, tuple[int, ...]]
     transposed: bool = False

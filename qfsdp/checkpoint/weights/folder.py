@@ -186,8 +186,11 @@ def sampled_digest(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def whole_digest(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
-    """Of names, dtypes, shapes, and all bytes; remembered while the files are the same. A message
-    names the folder if hashing takes long."""
+    """Of names, dtypes, shapes, and all bytes; remembered while the files are the same.
+
+    Args:
+        folder: for a message, if hashing takes long.
+    """
     parts = sorted(tensors.items())
 
     def compute() -> str:

@@ -36,9 +36,13 @@ CHUNK = 1 << 15  # numbers that are multiplied at a time: in a cache, and by one
 
 @dataclass(frozen=True)
 class ScaledTensor(ComputedTensor):
-    """A weight in FP8, `[.., rows, cols]`, times its factors, as rows of bf16. The factors are a
-    matrix, those of one of several matrices below those of another; `block` rows and columns share
-    one."""
+    """A weight in FP8 times its factors, as rows of bf16.
+
+    Fields:
+        stored: the FP8 numbers, `[.., rows, cols]`.
+        scale: the factors as a matrix, those of one of several matrices below those of another.
+        block: rows and columns that share a factor.
+    """
 
     stored: StoredTensor
     scale: StoredTensor

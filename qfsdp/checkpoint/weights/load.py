@@ -101,8 +101,14 @@ def _fill_verified(
     device: torch.device,
     progress: bool,
 ) -> str | None:
-    """Fills the parameters while the digests of the files are compared. Returns how a file is
-    damaged, or None, on every rank. Raises UserError: they are as written, and cannot be used."""
+    """Fills the parameters while the digests of the files are compared.
+
+    Returns:
+        How a file is damaged, or None; the same on every rank.
+
+    Raises:
+        UserError: the files are as they were written, and cannot be used.
+    """
     files = sorted({tensor.file for tensor in source.files.tensors.values()})
     damage_of, problem = compare_digests(source.folder, files), None
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
@@ -133,7 +139,10 @@ def _exchanges(source: ModelWeights, name: str, param: nn.Parameter) -> bool:
 def _reads(
     source: ModelWeights, name: str, param: nn.Parameter, device: torch.device
 ) -> list[Read]:
-    """The reads for this rank's rows of a parameter, unchanged bytes straight into a CPU shard."""
+    """The reads for this rank's rows of a parameter.
+
+    Bytes that the shard holds unchanged are read straight into a shard on the CPU.
+    """
     local, held = local_part(param), local_rows(param)
     rows = range(held.start, held.stop)
     if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
@@ -171,8 +180,14 @@ def _fill(param: nn.Parameter, name: str, source: ModelWeights, pieces: Pieces) 
 def fill_quantized(
     local: QuantizedTensor, source: ModelWeights, weight: StoredQuantizedWeight, pieces: Pieces
 ) -> None:
-    """Fills rows of a quantized tensor with the stored bytes, the pieces of each column of the
-    weight. Raises ValueError: its scales hold NaN or infinity."""
+    """Fills rows of a quantized tensor with the stored bytes.
+
+    Args:
+        pieces: for each column of the weight, the pieces of these rows.
+
+    Raises:
+        ValueError: its scales hold NaN or infinity.
+    """
     for into in local.qdata.split([column.row_bytes for column in weight.columns], dim=1):
         for _ in _copied_pieces(into, next(pieces)):
             pass

@@ -29,7 +29,12 @@ MULTIPLE = 64  # of which the number of rows is, if rows are added: shards and k
 
 @dataclass(frozen=True)
 class MeanRows(ComputedTensor):
-    """A stored matrix whose rows from `first` on, and more, are the mean of those before."""
+    """A stored matrix whose rows from `first` on, and more of them, are the mean of those before.
+
+    Fields:
+        stored: the matrix.
+        first: row from which on rows are the mean.
+    """
 
     stored: StoredTensor
     first: int

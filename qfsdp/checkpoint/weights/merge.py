@@ -98,11 +98,14 @@ def merged_rows(
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """A weight of the merged model, by its name there.
+    """A weight of the merged model.
 
     Fields:
+        name: its name in the merged model.
         source: its name in the base; differs only for an `lm_head` that was tied.
-        held, written: the quantized format in which training held it, or it is written; or None.
+        shape: its shape.
+        held: the quantized format in which training held it, or None.
+        written: the quantized format in which it is written, or None.
         adapted: whether it has an adapter.
         stored: how it is written if it is plain.
     """
@@ -138,10 +141,16 @@ class Merge:
     requantize: Requantize = "none"
 
     def plan(self, all_weights: bool = False) -> list[MergedWeight]:
-        """The weights of the merged model; with `all_weights` those too that a folder is written
-        with as they were read, where a model takes more than text. Reads headers only. Raises
-        UserError: the base or the adapter is broken, they belong to different models, or a weight
-        cannot be written as `requantize` asks."""
+        """The weights of the merged model. Reads headers only.
+
+        Args:
+            all_weights: those too that a folder is written with as they were read, where a model
+                takes more than text.
+
+        Raises:
+            UserError: the base or the adapter is broken, they belong to different models, or a
+                weight cannot be written as `requantize` asks.
+        """
         if self.adapter is not None:
             model = adapted_model(self.weights, self.quantization, self.adapter)
         else:
@@ -208,9 +217,14 @@ class Merge:
         max_file_bytes: int = MAX_FILE_BYTES,
         texts: Mapping[str, str] | None = None,
     ) -> None:
-        """Writes the merged model, with further files (`texts`, by name) such as a model card.
-        Every rank must call it; each rank writes a part of the files. Raises UserError: see `plan`
-        and `convert_folder`."""
+        """Writes the merged model. Every rank must call it; each rank writes a part of the files.
+
+        Args:
+            texts: name -> text of further files, such as a model card.
+
+        Raises:
+            UserError: see `plan` and `convert_folder`.
+        """
         plan = self.plan()
         conversions = {weight.name: self.conversion(weight, world.device) for weight in plan}
         conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})
@@ -234,7 +248,11 @@ class Merge:
         return whole_reads(self.weights, weight.source, device)
 
     def rows(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Iterator[Tensor]:
-        """All rows of a merged weight in chunks, not yet rounded, from the pieces of `reads`."""
+        """All rows of a merged weight in chunks, not yet rounded to `dtype`.
+
+        Args:
+            pieces: of `reads`.
+        """
         return self._rows(weight, self._held(weight, device, pieces), device)
 
     def _held(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Held:

@@ -81,9 +81,15 @@ def same_values(a: StoredTensor, b: StoredTensor) -> bool:
 def tensors_of_hub_model(
     tensors: Mapping[str, StoredTensor], folder: Path, config: HubConfig, quantization: Any
 ) -> dict[str, StoredTensor]:
-    """Parameter name -> the rows that hold it, of a folder's tensors as they are read; tensors of
-    no parameter keep their names. Raises UserError: the folder is quantized other than in FP8
-    (`quantization`), or a tensor is stored in a form that is not read."""
+    """Parameter name -> the rows that hold it; tensors of no parameter keep their names.
+
+    Args:
+        tensors: of the folder, as they are read.
+        quantization: its `quantization_config`; None if they are plain or FP8.
+
+    Raises:
+        UserError: the folder is quantized, or a tensor is stored in a form that is not read.
+    """
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise UserError(

@@ -27,8 +27,11 @@ LEFT_BY_A_KILL = {LOCK_FILE, BEGUN + PARTIAL, RESUMABLE_BEGUN + PARTIAL}
 
 
 def check_output(folder: Path, unfinished: Collection[str] = ()) -> None:
-    """Raises `UserError` if the folder holds anything but an unfinished result: files of a model,
-    or those that a killed command may leave (`unfinished`)."""
+    """Raises `UserError` if the folder holds anything but an unfinished result.
+
+    Args:
+        unfinished: files that a killed command may leave, besides those of a model.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir: '{folder}' is a file; expected a new folder")
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
@@ -62,9 +65,14 @@ class OutputFolder:
         return False
 
     def begin(self) -> dict[str, str]:
-        """Prepares the folder; rank 0 calls it with the folder locked. Returns file name ->
-        SHA-256, where an earlier conversion recorded them. Raises UserError: it holds something
-        else."""
+        """Prepares the folder; rank 0 calls it with the folder locked.
+
+        Returns:
+            File name -> SHA-256, where an earlier conversion recorded them.
+
+        Raises:
+            UserError: the folder holds something else.
+        """
         check_output(self.path)
         write_json(self.path / BEGUN, {})
         self._remove_weights()

@@ -51,8 +51,14 @@ RING_PIECES = 3  # one being read, one waiting, one in use
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a safetensors file, with `name` and `shape` as in its header, safetensors' name
-    of its `dtype` ("BF16"), and its bytes from `start` on."""
+    """One tensor in a safetensors file.
+
+    Fields:
+        name, shape: as in the file's header.
+        file: where it is.
+        dtype: safetensors' name of its dtype ("BF16").
+        start, size: its bytes in the file.
+    """
 
     name: str
     file: Path
@@ -93,8 +99,12 @@ class ComputedTensor(StoredTensor):
 
 @dataclass(frozen=True)
 class StackedTensor(StoredTensor):
-    """Matrices of equal shape as one: the rows of one after those of another; if `transposed`, the
-    columns of the parts, which may be in any files."""
+    """Matrices of equal shape as one: the rows of one after those of another.
+
+    Fields:
+        parts: where they are; in any files.
+        transposed: the rows of this tensor are the columns of the parts.
+    """
 
     parts: tuple[StoredTensor, ...] = ()
     transposed: bool = False
@@ -292,8 +302,14 @@ Pieces = Iterator[Iterator[Tensor]]
 
 @contextmanager
 def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Pieces]:
-    """Reads ahead in a thread (`RowStream`) within a `with` block; gives the pieces of every read,
-    in order. `progress`: show a bar, or one line at the end where standard error is no terminal."""
+    """Reads ahead in a thread (`RowStream`) within a `with` block.
+
+    Args:
+        progress: show a bar, or one line at the end where standard error is no terminal.
+
+    Yields:
+        The pieces of every read, in order.
+    """
     with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
         yield (bar.count(stream.next_read()) for _ in reads)
 

@@ -24,10 +24,18 @@ SINGLE = "model.safetensors"
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, by name, in one `model.safetensors` or in the files that an index
-    lists. Of a folder with both, the former is read, as transformers does, and a line says so.
-    Opening it reads headers only. Raises UserError: the folder, a file or an indexed tensor is
-    missing or unreadable, or a file is truncated or no safetensors file."""
+    """The tensors of a folder, in one `model.safetensors` or in the files that an index lists. Of a
+    folder with both, the former is read, as transformers does, and a line says so. Opening it
+    reads headers only.
+
+    Attributes:
+        folder: its path.
+        tensors: name -> stored tensor.
+
+    Raises:
+        UserError: the folder, a file or an indexed tensor is missing or unreadable, or a file is
+            truncated or no safetensors file.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = local_folder(folder)

@@ -132,7 +132,10 @@ def _of_hub_model(
 def _trained(
     parts: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, target: StoredAs
 ) -> WeightConversion:
-    """The conversion of parameters whose rows follow each other in `target`."""
+    """
+    Args:
+        parts: (name, parameter), whose rows follow each other in `target`.
+    """
 
     def gather() -> torch.Tensor:
         found = []

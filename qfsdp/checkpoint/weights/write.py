@@ -74,9 +74,15 @@ class PlannedFile:
 
 
 class SafetensorsFile:
-    """A file that is being written, with all of its tensors in the order of their bytes; `finish`
-    completes it, with its final name, and `discard` removes it. All methods raise OSError: the file
-    cannot be written (a full disk)."""
+    """A file that is being written; `finish` completes it, and `discard` removes it.
+
+    Args:
+        path: its final name.
+        entries: all of its tensors, in the order of their bytes.
+
+    Raises:
+        OSError: the file cannot be written (a full disk); all methods do.
+    """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
@@ -175,9 +181,15 @@ def plan_files(
 def write_file(
     folder: Path, planned: PlannedFile, write: Callable[[str, SafetensorsFile], None]
 ) -> None:
-    """Writes one file to an existing folder; `write(weight, file)` writes every tensor of a
-    weight's group, in the order of the plan. Raises OSError: the file cannot be written. No part of
-    it is left, as after any other error."""
+    """Writes one file to an existing folder.
+
+    Args:
+        write: `write(weight, file)` writes every tensor of that weight's group; called in the
+            order of the plan.
+
+    Raises:
+        OSError: the file cannot be written. No part of it is left, as after any other error.
+    """
     file = SafetensorsFile(folder / planned.name, planned.entries)
     try:
         for weight in planned.groups:

@@ -40,9 +40,13 @@ class Row:
 
 
 def rows(folder: Path, ranks: int | None, seconds: float) -> Iterator[Row]:
-    """A row of each check, as it ends. `folder`, an empty one, is for what the checks write;
-    `ranks` is one per card if None, two without cards. All checks together have so many seconds;
-    the last may take what the others have left."""
+    """A row of each check, as it ends.
+
+    Args:
+        folder: an empty one, for what the checks write.
+        ranks: None: one per card, two without cards.
+        seconds: for all checks together; the last may take what the others have left.
+    """
     end = time.monotonic() + seconds
     for when in ("first", "ranks", "last"):
         names = [name for name, check in CHECKS.items() if check.when == when]

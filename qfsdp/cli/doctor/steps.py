@@ -28,9 +28,12 @@ TINY |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": Fal
 
 
 def steps(folder: Path, ranks: int, rank: int, size: int) -> dict[str, list[float]]:
-    """Losses of two updates, with a base in fp32 and in NF4 that is written to `folder`, by the
-    recipe's own functions. An update has `ranks` rows, of which this rank takes every `size`-th
-    from `rank` on."""
+    """Losses of two updates, with a base in fp32 and in NF4, by the recipe's own functions.
+
+    Args:
+        folder: where the model is written.
+        ranks: rows of an update, of which this rank takes every `size`-th from `rank` on.
+    """
     os.environ["QFSDP_EAGER_KERNELS"] = "1"  # compiling them takes longer than all else
     found = recipes.find_recipe("recipes/qdora_distributed")
     assert found is not None

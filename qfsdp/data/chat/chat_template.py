@@ -175,9 +175,13 @@ class ChatTemplate:
         return any(name in text for text in self._templates)
 
     def render(self, conversations: Sequence[Conversation]) -> list[Rendered | UserError]:
-        """For each conversation its text; or an error, if the template rejects it, fails, or
-        exceeds a limit. After a limit of time or memory has ended the process, the remaining
-        conversations are not tried: they have the same error."""
+        """Renders conversations.
+
+        Returns:
+            For each its text; or an error, if the template rejects the conversation, fails, or
+            exceeds a limit. After a limit of time or memory has ended the process, the remaining
+            conversations are not tried: they have the same error.
+        """
         return self._rendered(list(map(vars, conversations)))
 
     def _rendered(self, asked: Sequence[Mapping[str, Any]]) -> list[Rendered | UserError]:

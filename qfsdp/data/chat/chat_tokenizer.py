@@ -34,8 +34,17 @@ def raised(found: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """Tokenizes conversations; with `keep_special`, special tokens that a message spells are so.
-    `source` is the model folder, for messages, and `bos` the token that begins a text, if any."""
+    """Tokenizes conversations.
+
+    Fields:
+        backend: the tokenizer.
+        special: its special tokens.
+        template: writes conversations.
+        source: the model folder, for messages.
+        keep_special: special tokens that a message spells are special.
+        bos: the token that begins a text, or None.
+        eos_id: the token that ends a text.
+    """
 
     backend: Tokenizer
     special: SpecialTokens
@@ -78,7 +87,8 @@ class ChatTokenizer:
     def _made_safe(
         self, conversation: Conversation
     ) -> tuple[Conversation, Mapping[str, str], str | None]:
-        """A conversation for the template, what `SpecialTokens.hide` hid, and a warning of that."""
+        """A conversation for the template, what `SpecialTokens.hide` has hidden in it, and what a
+        user must know of that."""
         messages, tools = conversation.messages, conversation.tools
         if any(m["role"] == "developer" for m in messages) and not self.form.knows_developer:
             messages = [
@@ -94,8 +104,10 @@ class ChatTokenizer:
     def _spans(
         self, conversation: Conversation, found: Rendered | UserError
     ) -> tuple[str, list[Range], str | None]:
-        """A rendered conversation, its trained ranges and a warning; raises UserError. Where an
-        answer ends with the first token of the next turn (GLM), the text gets one."""
+        """A rendered conversation, its trained ranges and what a user must know; raises UserError.
+
+        Where an answer ends with the first token of the next turn (GLM), the text gets one.
+        """
         messages = conversation.messages
         if isinstance(found, UserError):
             # A template without tools may fail because the content of a call is None.

@@ -46,6 +46,7 @@ class ChosenTemplate:
     """A chat template and where it came from.
 
     Fields:
+        template: the template.
         of_model: whether it is the model's own.
         by_default: whether it is `plain` because the model has none.
         remark: what a user must know, said when the first conversation is written; or None.
@@ -100,8 +101,12 @@ def choose_template(
 
 
 def own_template(name: str, puts_bos: bool, has_chatml_tokens: bool) -> str:
-    """The Jinja text of `plain` or `chatml` for a tokenizer, which may put bos before a text, and
-    have <|im_start|> and <|im_end|> as tokens."""
+    """The Jinja text of `plain` or `chatml` for a tokenizer.
+
+    Args:
+        puts_bos: whether the tokenizer puts bos before a text.
+        has_chatml_tokens: whether <|im_start|> and <|im_end|> are tokens.
+    """
     file = Path(__file__).with_name("templates") / f"{name}.jinja"
     end = "'<|im_end|>'" if name == "chatml" and has_chatml_tokens else "eos_token"
     bos = "{{- bos_token }}\n" if puts_bos else ""

@@ -31,8 +31,11 @@ _NOT_TEXT = ("images", "videos", "audios", "image", "video", "audio")
 
 
 def check_text_alone(row: Row, read: Collection[str] = ()) -> None:
-    """Raises UserError for a row with pictures or sound: text about them alone would mislead. The
-    columns `read` are text, whatever their names."""
+    """Raises UserError for a row with pictures or sound: text about them alone would mislead.
+
+    Args:
+        read: columns that are read as text, whatever their names.
+    """
     for column in _NOT_TEXT:
         if column not in read and row.get(column) not in (None, "", [], {}):
             raise UserError(

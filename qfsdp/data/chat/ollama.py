@@ -67,8 +67,11 @@ class GoTemplate:
 
 
 def go_template(tokenizer: HFTokenizer, adds_bos: bool) -> GoTemplate | None:
-    """The tokenizer's chat template as a Go template; None if it cannot be one. `adds_bos`:
-    llama.cpp puts the first token before every text."""
+    """The tokenizer's chat template as a Go template; None if it cannot be one.
+
+    Args:
+        adds_bos: llama.cpp puts the first token before every text.
+    """
     bos = "" if tokenizer.bos_id is None else tokenizer.decode([tokenizer.bos_id], False)
 
     def render(turns: list[Turn]) -> str:
@@ -111,8 +114,12 @@ def _is_right(found: GoTemplate, render: Callable[[list[Turn]], str]) -> bool:
 def _found(
     start: str, asked: str, answered: str | None, with_system: str | None
 ) -> GoTemplate | None:
-    """The template that three rendered conversations suggest, if all of them begin with `start`: a
-    question; with its answer and another question; with a system message. None: it is refused."""
+    """The template that three rendered conversations suggest, if all of them begin with `start`.
+
+    Args:
+        asked, answered, with_system: a question; with its answer and a second question; with a
+            system message before it. None: the chat template refuses the conversation.
+    """
     try:
         before, header = _split(asked.removeprefix(start), USER)
         between, after = _split(_split(answered or "", USER)[1], ANSWER)

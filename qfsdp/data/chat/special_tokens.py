@@ -34,7 +34,12 @@ PRIVATE = range(0xF0000, 0xFFFFE)
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer; `ids` are text -> id of each."""
+    """The special tokens of a tokenizer.
+
+    Args:
+        backend: the tokenizer.
+        ids: text -> id of every special token.
+    """
 
     def __init__(self, backend: Tokenizer, ids: Mapping[str, int]) -> None:
         self._backend, self.ids = backend, dict(ids)
@@ -51,8 +56,14 @@ class SpecialTokens:
         return next(filter(None, map(self.first_in, texts_of(value))), None)
 
     def hide(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """Replaces special tokens in texts, of messages and tools, by private characters that none
-        of the texts has. Returns the same with other texts, and the token of each character."""
+        """Replaces special tokens in texts by private characters that none of the texts has.
+
+        Args:
+            value: texts in dicts and lists: messages, tools.
+
+        Returns:
+            The same with other texts, and the special token of each private character.
+        """
         used = {character for text in texts_of(value) for character in text}
         unused = (character for character in map(chr, PRIVATE) if character not in used)
         names: dict[str, str] = {}

@@ -47,7 +47,9 @@ class Turns:
         from   the content of the message begins; to: it ends
         train  what is trained begins; done: it ends, as the template says itself
 
-    `conversation` is all that the template sees, as text.
+    Args:
+        messages: of the conversation.
+        conversation: all that the template sees, as text.
     """
 
     def __init__(self, messages: Sequence[Any], conversation: str) -> None:
@@ -66,8 +68,10 @@ class Turns:
         self._numbers = {id(message): index for index, message in enumerate(messages)}
 
     def _framed(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with marks around its content, within the white space that templates trim. A
-        template may cut a content at its <think>, and with it a mark."""
+        """The message with marks around its content, within the white space that templates trim.
+
+        A template may cut a content at its <think>, and with it a mark.
+        """
         content = message["content"]
         inner = content.strip()
         if not inner or "think>" in inner:

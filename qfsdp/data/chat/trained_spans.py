@@ -32,8 +32,13 @@ BEFORE_THINK = "the text before </think>"
 
 @dataclass(frozen=True)
 class TrainedSpans:
-    """Finds what is trained in a rendered conversation; `chats` knows the template, and the tokens
-    with which a turn may end."""
+    """Finds what is trained in a rendered conversation.
+
+    Fields:
+        chats: what is known of the template, and of the tokens with which a turn may end.
+        conversation: the conversation.
+        rendered: its text.
+    """
 
     chats: ChatTokenizer
     conversation: Conversation
@@ -258,7 +263,12 @@ class AnswerForm:
 
     @classmethod
     def of(cls, template: ChatTemplate, tokens: Mapping[str, int], bos: str | None) -> AnswerForm:
-        """The form of a template, with special `tokens`; an answer does not end with `bos`."""
+        """The form of a template.
+
+        Args:
+            tokens: the special tokens.
+            bos: the token that begins a text: an answer does not end with it.
+        """
         asked = template.render(
             [
                 Conversation([_USER]),

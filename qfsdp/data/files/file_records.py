@@ -160,7 +160,12 @@ class JsonValues:
     def _values(
         self, stream: IO[bytes], place: int, is_start: bool
     ) -> Iterator[tuple[int, int, Any]]:
-        """The values from byte `place` of `stream` on, which may be behind the list's bracket."""
+        """The values from here on.
+
+        Args:
+            stream: at byte `place` of the file.
+            is_start: nothing but the bracket of the list comes before.
+        """
         decode = codecs.getincrementaldecoder("utf-8")().decode
         text, start, size, is_whole, first = "", 0, BEGINNING, False, place
         while True:

@@ -31,8 +31,12 @@ LOOKED_AT = 100  # first rows of a file, whose keys are its columns
 
 
 class FileRow(dict[str, Any]):
-    """A row of a file, at a place as of `qfsdp.data.files.file_records`. Keys that it lacks are
-    None, as in a table."""
+    """A row. Keys that it lacks are None, as in a table.
+
+    Attributes:
+        file: where it stands.
+        at: its place in the file; see `qfsdp.data.files.file_records`.
+    """
 
     __slots__ = ("at", "file")
 
@@ -52,8 +56,18 @@ class FileRow(dict[str, Any]):
 
 
 class FilePart:
-    """The rows of one data file: `count` of them, `columns` are the keys of its first ones. Raises
-    UserError: the file cannot be read."""
+    """The rows of one file.
+
+    Args:
+        file: a data file.
+
+    Attributes:
+        count: number of rows.
+        columns: keys of its first rows.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file, self._state = file, file_state(file)
@@ -116,8 +130,11 @@ class FilePart:
 
 
 class FileRows:
-    """The rows of several files, one after the other; see `load_rows`. `column_names` are the keys
-    of the first rows of every file."""
+    """The rows of several files, one after the other; see `load_rows`.
+
+    Attributes:
+        column_names: keys of the first rows of every file.
+    """
 
     def __init__(self, parts: Sequence[FilePart]) -> None:
         self._parts = parts
@@ -156,8 +173,12 @@ class FileRows:
 
 
 class FileStream:
-    """The rows of several files, `most` of them or all, without counting them first, for
-    `RowStream`."""
+    """The rows of several files without counting them first, for `RowStream`.
+
+    Args:
+        files: data files.
+        most: rows to read; None: all.
+    """
 
     def __init__(self, files: Sequence[Path], most: int | None = None) -> None:
         self._files, self._most = list(files), most
@@ -207,8 +228,18 @@ def file_state(file: Path) -> tuple[int, int, int, int]:
 
 
 class RowStream:
-    """The rows of a streamed dataset, in the order of the data, not shuffled; `column_names` are
-    those of the first row. Raises UserError: there is no row, or the first one cannot be read."""
+    """The rows of a streamed dataset, in the order of the data.
+
+    Args:
+        rows: not shuffled.
+        source: of the rows, for messages.
+
+    Attributes:
+        column_names: of the first row.
+
+    Raises:
+        UserError: there is no row, or the first one cannot be read.
+    """
 
     def __init__(self, rows: IterableDataset | FileStream, source: str) -> None:
         self._rows, self._source = rows, source

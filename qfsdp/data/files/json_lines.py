@@ -91,9 +91,16 @@ def _checked(value: Any, text: str, begin: int, end: int) -> Any:
 
 
 def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, which all need some columns. Empty lines are skipped. `key` is the
-    file's place in the config. Raises UserError: the file cannot be read or has no rows, a line is
-    not JSON, or a row lacks a column. The message names `key`, or the file and the line."""
+    """The rows of a .jsonl file. Empty lines are skipped.
+
+    Args:
+        key: the file's place in the config, for the messages.
+        needed: columns that every row must have.
+
+    Raises:
+        UserError: the file cannot be read or has no rows, a line is not JSON, or a row lacks a
+            needed column. The message names `key`, or the file and the line.
+    """
     path = Path(path).expanduser()
     check_regular(key, path, "expected a .jsonl file")
     rows = []
@@ -130,7 +137,8 @@ def check_regular(key: str, path: Path, expected: str) -> None:
 
 
 def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line number and value of every line of a .jsonl file that is not blank, to 256 MiB each."""
+    """Line number and value of every line of a .jsonl file that is not blank. Raises UserError: a
+    line is not UTF-8, not JSON or longer than 256 MiB. The message names it."""
     with path.open("rb") as stream:
         for number in count(1):
             line = stream.readline(MAX_LINE + 1)
@@ -189,9 +197,15 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> bool:
 
 
 def check_new_file(key: str, path: Path, suffix: str = "") -> None:
-    """Checks that a file with this suffix, if it is not "", can be created at `path`, and creates
-    its folder; `key` is its place in the config. Raises UserError: the file exists, its suffix is
-    wrong or its folder cannot be created."""
+    """Checks that a file can be created at `path`, and creates its folder.
+
+    Args:
+        key: the file's place in the config, for the messages.
+        suffix: the suffix that the file must have; "" allows any.
+
+    Raises:
+        UserError: the file exists, its suffix is wrong or its folder cannot be created.
+    """
     if path.is_symlink() and not path.exists():
         target = os.readlink(path)
         raise UserError(f"{key}: '{path}' is a link to '{target}', which does not exist")

@@ -287,9 +287,14 @@ def where(source: str, number: int, row: Row) -> str:
 
 
 def require_column(key: str, column: str, rows: Any, source: str) -> None:
-    """Raises UserError unless the rows of `load_rows`, and those of every file, have the column
-    that the builder's argument `key` names. The message lists the columns of the source, the most
-    similar first."""
+    """Raises UserError unless the rows, and those of every file, have the column `column`.
+
+    Args:
+        key: the builder's argument that names the column.
+        rows: of `load_rows`.
+        source: of the rows, for the message. The message lists the columns, the most similar
+            first.
+    """
     names = rows.column_names
     if isinstance(rows, FileRows):
         lacking = rows.lacks(column)

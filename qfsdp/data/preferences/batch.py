@@ -105,8 +105,12 @@ class PairBatch(Batch):
 
 def full_preferences(batch: Batch, paired: bool, parts: int = 1) -> PairBatch:
     """A batch of full rows as one of preferences, for estimates: one sample per row, or of pairs in
-    packed rows two. Attention then runs over twice as many tokens: prompts are all but a row. Of
-    rows that are cut into `parts` it is the last part, which sees the most keys."""
+    packed rows two. Attention then runs over twice as many tokens: prompts are all but a row.
+
+    Args:
+        parts: into how many parts the rows are then cut; the last one is returned, which sees the
+            most keys.
+    """
     rows, seq = batch.tokens.shape
     per_row = 2 if paired and batch.cu_seqlens is not None else 1
     halves = torch.arange(seq) * per_row // seq

@@ -24,9 +24,14 @@ Item = Mapping[str, Any]
 def collate_preferences(
     items: Sequence[Item], *, paired: bool, min_rows: int = 1, **shape: Any
 ) -> PairBatch:
-    """Pads or packs items of `Preferences` or `PackedPreferences`, perhaps none, into a batch:
-    `paired`, all with two samples, or all with one sample and a label (a bool, or a class). Rows of
-    padding are added up to `min_rows` items; `shape` is as in `collate`."""
+    """Pads or packs items of `Preferences` or `PackedPreferences` into a batch.
+
+    Args:
+        items: all with two samples, or all with one sample and a label (a bool, or a class).
+        paired: which of both, as `items` may be empty.
+        min_rows: rows of padding are added up to this number of items.
+        shape: as in `collate`.
+    """
     min_rows *= 2 if paired and not any("lengths" in item for item in items) else 1
     batch = _marked([one for item in items for one in _samples(item)], min_rows, shape)
     if paired:

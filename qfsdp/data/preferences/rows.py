@@ -56,9 +56,14 @@ class Columns:
 
 @dataclass(frozen=True)
 class PreferenceRows:
-    """The `tokenize` of `tokenize_rows` for rows that have one or two conversations, which the
-    tokenizer must not cut; `to_chats` makes them, and raises `Unusable` or UserError. `with_label`
-    keeps the column with true or false, or with a margin, if rows have one."""
+    """The `tokenize` of `tokenize_rows` for rows that have one or two conversations.
+
+    Fields:
+        tokenizer: of the conversations; it must not cut them.
+        to_chats: makes the conversations of a row. Raises `Unusable` or UserError.
+        label_column: column with true or false, kept by `with_label`; None: rows have none.
+        margin_column: column with a number, kept likewise; None: rows have none.
+    """
 
     tokenizer: Tokenizer
     to_chats: Callable[[Row], list[Chat]]
@@ -193,7 +198,9 @@ def dialogue(text: str) -> Messages:
 
         \\n\\nHuman: question\\n\\nAssistant: answer\\n\\nHuman: ...
 
-    Raises Unusable: the text does not begin so."""
+    Raises:
+        Unusable: the text does not begin so.
+    """
     start, *parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
     if start.strip() or not parts or parts[0] != "Human":
         raise Unusable("text that is no dialogue of Human: and Assistant:")
@@ -247,8 +254,12 @@ def _check_prompt(given: Messages, found: Messages) -> None:
 
 
 def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Chat:
-    """A conversation in which the assistant's messages of `answer` are trained. Raises Unusable:
-    roles do not alternate, an answer is empty, or none may be trained."""
+    """A conversation in which the assistant's messages of `answer` are trained.
+
+    Raises:
+        Unusable: roles do not alternate, an answer is empty, or none may be trained.
+        UserError: the history is no list of pairs or messages.
+    """
     check_text_alone(row)
     prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
     prompt = with_system(system_of(row, columns.system) or columns.system_prompt, prompt)

@@ -38,8 +38,13 @@ log = logging.getLogger("qfsdp")
 
 @dataclass(frozen=True)
 class RowLimit:
-    """How long an item may be: `max_seq_len` tokens. If `packed`, several items stand in a row, by
-    the seed of the packs, and both samples of a pair in the same one."""
+    """How long an item may be.
+
+    Fields:
+        max_seq_len: tokens of a row.
+        packed: several items stand in a row, and both samples of a pair in the same one.
+        seed: of the packs.
+    """
 
     max_seq_len: int
     packed: bool = False

@@ -19,9 +19,14 @@ from qfsdp.evaluation.serving.served import Served
 
 
 class Answer:
-    """The answer to one request, which is submitted to the engine at once, in the form of chat
-    completions (`chat`) or completions. `ended` is called when the engine has nothing more to do
-    for it, and not later because a client reads slowly."""
+    """The answer to one request, which is submitted to the engine at once.
+
+    Args:
+        prompt: token ids.
+        chat: in the form of chat completions, else of completions.
+        ended: called when the engine has nothing more to do for it. It is not called later because
+            a client reads slowly.
+    """
 
     def __init__(
         self, asked: Asked, prompt: list[int], chat: bool, served: Served, ended: Callable[[], None]

@@ -101,7 +101,10 @@ class Connection(H11Protocol):
 
 
 def limited(seconds: float, most: int) -> type[Connection]:
-    """Connections of a server, at most `most` at a time: for one more, the one that has been idle
-    longest is closed. A client has so many seconds to send a request's headers, or to take what has
-    been sent."""
+    """Connections of a server.
+
+    Args:
+        seconds: for a client to send a request's headers, or to take what has been sent.
+        most: connections at a time; for one more, the one that has been idle longest is closed.
+    """
     return type("LimitedConnection", (Connection,), {"seconds": seconds, "most": most})

@@ -53,8 +53,13 @@ class Model:
 
 @dataclass
 class Piece:
-    """A part of an answer: text, which may be empty; why the answer ends with it, or None if it
-    goes on; and the number of the answer's tokens so far."""
+    """A part of an answer.
+
+    Fields:
+        text: may be empty.
+        finish: why the answer ends with this piece; None if it goes on.
+        tokens: number of the answer's tokens so far.
+    """
 
     text: str
     finish: Finish | None
@@ -181,9 +186,13 @@ class _Batch:
 
 
 class Engine:
-    """Answers requests in a thread of its own, from `start` to `stop`; `models` are by the names
-    that requests use. `most_running` have a row at the same time. The others wait; whoever submits
-    them bounds their number."""
+    """Answers requests in a thread of its own, from `start` to `stop`.
+
+    Args:
+        models: by the names that requests use.
+        most_running: requests that have a row at the same time. The others wait; whoever submits
+            them bounds their number.
+    """
 
     def __init__(
         self, models: Mapping[str, Model], device: torch.device, most_running: int
@@ -263,8 +272,8 @@ class Engine:
         self._guarded(batch, lambda: batch.join(row, cache, logits), row)
 
     def _guarded(self, batch: _Batch, work: Callable[[], None], row: _Row | None = None) -> None:
-        """Works on a batch. An error fails its requests and `row`, as half the cache may be
-        written."""
+        """Works on a batch. After an error its requests (and that of `row`) fail, and the engine
+        goes on: the cache may be half written."""
         try:
             work()
         except Exception:

@@ -41,8 +41,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """An error in OpenAI's form: the status of HTTP, the request's field that is wrong, and
-    OpenAI's short name of the error, or None."""
+    """An error in OpenAI's form.
+
+    Fields:
+        status: of HTTP.
+        param: the request's field that is wrong, or None.
+        code: OpenAI's short name of the error, or None.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -140,8 +145,16 @@ def _fields(chat: bool, most: int) -> dict[str, tuple[Any, str]]:
 def parse(
     body: bytes, chat: bool, models: Sequence[str], usual: SamplingConfig, limits: LimitsConfig
 ) -> Asked:
-    """Reads the JSON of a request for /v1/chat/completions (`chat`) or /v1/completions, to one of
-    `models`; `usual` is for fields that it leaves out. Raises ApiError, with the wrong field."""
+    """Reads the JSON of a request.
+
+    Args:
+        chat: it is for /v1/chat/completions, else for /v1/completions.
+        models: their names.
+        usual: for fields that the request leaves out.
+
+    Raises:
+        ApiError: with the field that is wrong.
+    """
     given = _object(body)
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):

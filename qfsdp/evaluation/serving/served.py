@@ -51,8 +51,14 @@ class LimitsConfig:
 
 @dataclass
 class Served:
-    """What a server at `host` answers with: models by the names that requests use, the base first;
-    `usual` sampling where a request leaves fields out; and the key that clients must send."""
+    """What a server answers with.
+
+    Fields:
+        models: by the names that requests use, the base first.
+        usual: sampling where a request leaves fields out.
+        api_key: clients must send it; None: nobody needs one.
+        host: the address that the server listens on.
+    """
 
     engine: Engine
     models: Mapping[str, Model]

@@ -109,8 +109,11 @@ class AdapterConfig:
         return self if rank is None else replace(self, rank=rank)
 
     def of(self, name: str) -> AdapterConfig:
-        """The config of the linear `name` of the model, with its own rank and alpha. That of
-        experts takes `of_experts(top_k).of(name)`."""
+        """The config of one linear, with its own rank and alpha.
+
+        Args:
+            name: of the linear in the model. That of experts takes `of_experts(top_k).of(name)`.
+        """
         if not self.ends:
             return self
         rank = _first(self.rank_pattern, name, self.rank)

@@ -56,9 +56,12 @@ def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 
 class FoldedLinear(AdaptedLinear):
-    """A `LowRankLinear` whose adapter no longer changes; it has no gradient. `a`, `[rank, in]`, and
-    `b`, `[out, rank]`, with scaling and ratio, are of the compute dtype; `ratio` is fp32 `[out]`,
-    DoRA's magnitude / norm; None with LoRA."""
+    """A `LowRankLinear` whose adapter no longer changes; it has no gradient.
+
+    Fields:
+        a: `[rank, in]`; b: `[out, rank]`, with scaling and ratio; both of the compute dtype.
+        ratio: fp32 `[out]`, DoRA's magnitude / norm; None with LoRA.
+    """
 
     def __init__(self, linear: LowRankLinear) -> None:
         super().__init__(linear)

@@ -148,8 +148,11 @@ class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two
 
 
 class ScaledLinear(AdaptedLinear):
-    """A linear with an IA3 adapter `ia3_l`, fp32 factors of the outputs, `[out, 1]`, or of the
-    inputs, `[1, in]` (PEFT's shapes)."""
+    """A linear with an IA3 adapter.
+
+    Fields:
+        ia3_l: fp32 factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]` (PEFT's shapes).
+    """
 
     def __init__(self, base: nn.Linear | QuantizedLinear, scales_input: bool) -> None:
         super().__init__(base)
@@ -249,12 +252,15 @@ def seeded(seed: int, name: str) -> torch.Generator:
 def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
     """Sets every adapter to its start: A uniform within 1 / sqrt(in) (as LoRA's authors and PEFT),
     B zero, magnitudes the row norms of the loaded base, the factors of IA3 one, MiSS and OFT zero.
-    A score head is normal; trained rows are the base's. A depends on `seed` and the module's name
-    only, not on ranks or order.
+    A score head is normal; trained rows are the base's.
 
-    Without `magnitudes` what starts as the base is stays unset, for a caller that loads it: DoRA's
-    magnitudes and norms, and trained rows. Norms need a pass over all weights, which took 3 minutes
-    for 70 billion on a disk."""
+    A depends on `seed` and the module's name only, not on ranks or order.
+
+    Args:
+        magnitudes: false: leaves what starts as the base is, DoRA's magnitudes and norms and
+            trained rows, for a caller that loads them. Norms need a pass over all weights, which
+            took 3 minutes for 70 billion on a disk.
+    """
     for name, module in adapted_linears(model):
         if isinstance(module, ScaledLinear):
             local_part(module.ia3_l).fill_(1.0)

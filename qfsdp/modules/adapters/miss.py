@@ -28,8 +28,12 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 
 
 class BlockSharedLinear(AdaptedLinear):
-    """A linear with a MiSS adapter `miss_block`, fp32 `[rank, out]` (PEFT's name and shape),
-    sharded by rows like any adapter; dropout is on the input of the product."""
+    """A linear with a MiSS adapter.
+
+    Fields:
+        miss_block: fp32 `[rank, out]` (PEFT's name and shape), sharded by rows like any adapter.
+        dropout: probability, on the input of the product.
+    """
 
     def __init__(self, name: str, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
         super().__init__(base)
@@ -64,6 +68,10 @@ def summed_pieces(x: Tensor, rank: int) -> Tensor:
 
 
 def merged_blocks(rows: Tensor, block: Tensor) -> Tensor:
-    """Rows of a weight `[n, in]` merged with MiSS, fp32; `block`, fp32 `[rank, n]`, are the columns
-    of D of the same rows."""
+    """Rows of a weight merged with MiSS, fp32 `[n, in]`.
+
+    Args:
+        rows: `[n, in]`, rows of the base.
+        block: fp32 `[rank, n]`, the columns of D of the same rows.
+    """
     return rows.float() + block.t().repeat(1, -(-rows.size(1) // len(block)))[:, : rows.size(1)]

@@ -29,8 +29,13 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 
 
 class RotatedLinear(AdaptedLinear):
-    """A linear with an OFT adapter `oft_R`, fp32 `[in / block_size, block_size * (block_size - 1) /
-    2]` (PEFT's shape): the numbers above the diagonal of each block's Q, row by row."""
+    """A linear with an OFT adapter.
+
+    Fields:
+        oft_R: fp32 `[in / block_size, block_size * (block_size - 1) / 2]` (PEFT's shape), the
+            numbers above the diagonal of each block's Q, row by row.
+        block_size: of the rotations.
+    """
 
     def __init__(self, name: str, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
         super().__init__(base)
@@ -75,6 +80,10 @@ def rotated(x: Tensor, r: Tensor) -> Tensor:
 
 
 def merged_rotations(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
-    """Rows of a weight `[n, in]` merged with OFT, W R^T, fp32; `numbers` are `oft_R`, fp32, and
-    `size` is that of a block."""
+    """Rows of a weight merged with OFT, W R^T, fp32 `[n, in]`.
+
+    Args:
+        rows: `[n, in]`, rows of the base.
+        numbers: fp32, `oft_R`; size: of a block.
+    """
     return rotated(rows.float(), rotations(numbers, size).mT)

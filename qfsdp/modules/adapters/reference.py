@@ -28,8 +28,14 @@ ADAPTER_FIELDS = ("lora_A", "lora_B", "magnitude", "weight_norm", "ia3_l", "miss
 def keep_start(model: nn.Module, reference: Reference, config: AdapterConfig) -> None:
     """Adds frozen, unset parameters for the adapters' start where the reference needs them: with
     "start", unless the start is the base; and with a start that changes the base, always. Call it
-    before the model is sharded; `set_start` fills them. Raises UserError: there is a reference, and
-    whole modules or rows of tokens are trained."""
+    before the model is sharded; `set_start` fills them.
+
+    Args:
+        config: of the adapters.
+
+    Raises:
+        UserError: there is a reference, and whole modules or rows of tokens are trained.
+    """
     for key in ("modules_to_save", "trainable_token_indices"):
         if reference != "none" and (value := getattr(config, key)) is not None:
             expected = f"expected null with reference: {reference}, as no copy of them is kept"

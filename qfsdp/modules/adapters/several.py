@@ -31,8 +31,12 @@ BESIDE = "adapter_"
 
 @dataclass
 class AdapterRows:
-    """Whose the rows of the micro-batch are that the model computes, by adapter; one object for all
-    linears."""
+    """Whose the rows of the micro-batch are that the model computes; one object for all linears.
+
+    Fields:
+        names: of the adapters, in the order of their rows.
+        counts: rows of each.
+    """
 
     names: list[str]
     counts: Sequence[int] = field(default_factory=list)
@@ -60,8 +64,12 @@ class OneOfSeveral(LowRankLinear):
 
 
 class SeveralLinear(QuantizedLinear):
-    """A frozen linear, quantized or plain, with some of a model's adapters: `adapter_NAME` is an
-    `OneOfSeveral` for each that it has."""
+    """A frozen linear, quantized or plain, with some of a model's adapters.
+
+    Fields:
+        rows: of the model.
+        adapter_NAME: an `OneOfSeveral` for each adapter that this linear has.
+    """
 
     def __init__(
         self,

@@ -46,8 +46,12 @@ def by_module(ids: Any) -> dict[str, Any]:
 
 
 class TrainedRows(nn.Module):
-    """Trained rows of an embedding, an output layer or both: fp32 `[ids, hidden]`, in the order of
-    `ids`."""
+    """Trained rows of an embedding, an output layer or both.
+
+    Fields:
+        ids: of the tokens, in the order of the rows.
+        weight: fp32 `[ids, hidden]`.
+    """
 
     base_fields = ()  # see `base_parameters`
 

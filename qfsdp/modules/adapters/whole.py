@@ -95,7 +95,11 @@ def computed_in(model: Any) -> torch.dtype:
 
 
 def tied_copy(names: list[str] | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The output layer that PEFT writes beside a tied embedding: PEFT's key -> tensor; `names` are
-    `adapter.modules_to_save`, `tensors` the adapter's by PEFT's keys."""
+    """The output layer that PEFT writes beside a tied embedding: PEFT's key -> tensor.
+
+    Args:
+        names: `adapter.modules_to_save`.
+        tensors: of the adapter, by PEFT's keys.
+    """
     tied = "lm_head" in (names or ()) and HEAD not in tensors
     return {HEAD: tensors[EMBEDDING].clone()} if tied else {}

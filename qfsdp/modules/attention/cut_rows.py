@@ -121,7 +121,8 @@ def _attend(
     scale: float,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """`sinks.attention` for a part's queries; of `CutPrompts`, `cu_seqlens` is its `cu_queries`."""
+    """The results of `sinks.attention` for a part's queries. With `cu_keys` and `sources`, those of
+    `CutPrompts`, `cu_seqlens` is its `cu_queries`."""
     seen = Reach(batch, len(q) // batch, part, _before(reach, window, cu_keys), group)
     some, of_q = seen.heads_at_once(q, k)
     how, found = seen.how(cu_seqlens, cu_keys), []

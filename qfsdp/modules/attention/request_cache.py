@@ -28,7 +28,12 @@ SLOTS = 256
 
 
 class RequestCache(KVCache):
-    """A `KVCache` for new tokens only, whose rows are added and removed between calls."""
+    """A `KVCache` for new tokens only, whose rows are added and removed between calls.
+
+    Args:
+        config: of the decoder.
+        device: on which the decoder computes.
+    """
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         super().__init__(config, [1], 0, device)

@@ -34,8 +34,18 @@ def attend_shared(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`attend_documents` or, with sinks (logits `[heads]`), `attend_with_sinks`, over documents
-    that share tokens; other arguments, result and errors are those of `attend_documents`."""
+    """`attend_documents` or, with sinks, `attend_with_sinks`, over documents that share tokens.
+
+    Args:
+        q, k, v, max_len, window, scale: as of `attend_documents`.
+        sinks: `[heads]`, logits, or None.
+
+    Returns:
+        q's shape and dtype.
+
+    Raises:
+        ValueError: as `attend_documents`.
+    """
     batch, _, seq, _ = q.shape
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     out = _AttendShared.apply(q, k, v, sinks, *documents, max_len, window, scale)

@@ -105,8 +105,10 @@ def of_all(factor: Tensor, rows: int) -> Tensor:
 
 def _as_multiplied(x: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """A `[experts * rank, in]` in x's dtype, and B `[experts * out, rank]`, as they are multiplied.
+
     `grouped_mm` needs rows of a multiple of 16 bytes. So other ranks than multiples of 8 are filled
-    up with zeros where it would be used: rank 2 costs as much as rank 8."""
+    up with zeros where it would be used: rank 2 costs as much as rank 8.
+    """
     experts, rank = ends.numel(), b.size(1)
     a, filled = a.to(x.dtype), -(-rank // 8) * 8
     if filled != rank and takes_grouped(x, experts, filled, a.size(1), b.size(0) // experts):
@@ -117,9 +119,11 @@ def _as_multiplied(x: Tensor, ends: Tensor, a: Tensor, b: Tensor) -> tuple[Tenso
 
 @custom_op("qfsdp::expert_ratio_gradient")
 def _expert_ratio_gradient(grad: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Per expert, the inner products of columns: `[rows, out]` twice -> fp32 `[experts * out]`. In
-    pieces of columns: whole, the fp32 products would be twice the size of a bf16 y. Without atomic
-    additions, so that the same run has the same bits."""
+    """Per expert, the inner products of columns: `[rows, out]` twice -> fp32 `[experts * out]`.
+
+    In pieces of columns: whole, the fp32 products would be twice the size of a bf16 y. Without
+    atomic additions, so that the same run has the same bits.
+    """
     lengths = ends.long().diff(prepend=ends.new_zeros(1))
     dots = torch.zeros(ends.numel(), y.size(1), dtype=torch.float32, device=y.device)
     step = max(1, RATIO_NUMBERS // max(1, y.size(0)))

@@ -18,8 +18,11 @@ from qfsdp.modules.mlp import MLP
 
 class MixtureMLP(nn.Module):
     """A router, the experts that it chooses among for every token, and what all tokens share.
-    `exchange` computes experts of other ranks too (`qfsdp.distributed.expert_parallel`); None: this
-    rank computes all."""
+
+    Fields:
+        exchange: computes experts of other ranks too (`qfsdp.distributed.expert_parallel`); None:
+            this rank computes all.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -31,8 +31,15 @@ class ChoosesExperts(KeepsFp32):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Routes tokens `[n, hidden]`: scores `[n, experts]` before softmax or sigmoid; the chosen
-        experts, int64 `[n, top_k]`; and their weights, `[n, top_k]` of x's dtype."""
+        """Routes tokens.
+
+        Args:
+            x: `[n, hidden]`.
+
+        Returns:
+            Scores `[n, experts]` before softmax or sigmoid; the chosen experts, int64 `[n, top_k]`;
+            and their weights, `[n, top_k]` of x's dtype.
+        """
         if self.config.kind == "sigmoid":
             scores = self.scores(x.float())
             chosen, weights = self._by_sigmoid(scores.sigmoid())
@@ -73,8 +80,12 @@ class ChoosesExperts(KeepsFp32):
 
 
 class Router(ChoosesExperts):
-    """One score for every token and expert: weight `[experts, hidden]`, and bias `[experts]` or
-    None."""
+    """One score for every token and expert.
+
+    Fields:
+        weight: `[experts, hidden]`.
+        bias: `[experts]`, added to the scores, or None.
+    """
 
     def __init__(self, hidden: int, config: ExpertsConfig) -> None:
         super().__init__()

@@ -47,16 +47,23 @@ def routing_sums(scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor, tokens: Tensor) -> Tensor:
-    """The load-balancing loss of `routing_sums`, `[..., 3, experts]`, added up over layers;
-    `tokens`, `[...]`, are those of all layers that they count; 0 gives a loss of 0."""
+    """The load-balancing loss.
+
+    Args:
+        sums: `[..., 3, experts]`, `routing_sums` added up over layers.
+        tokens: `[...]`, how many tokens of all layers they count; 0 gives a loss of 0.
+    """
     choices, probabilities, _ = (sums / tokens.clamp(min=1)[..., None, None]).unbind(-2)
     return sums.size(-1) * (choices * probabilities).sum(-1)
 
 
 class Routing:
-    """Adds up what the routers of a model do in training, and gives the balancing loss its place,
-    times `factor` (0: it is not trained). `group` names the ranks that share rows, as of
-    `Decoder`."""
+    """Adds up what the routers of a model do in training, and gives the balancing loss its place.
+
+    Fields:
+        factor: of the balancing loss in the loss of training; 0: it is not trained.
+        group: name of the ranks that share rows, as of `Decoder`.
+    """
 
     def __init__(self, factor: float) -> None:
         self.factor, self.group = factor, ""
@@ -70,9 +77,15 @@ class Routing:
         labels: Tensor,
         cut: CutRows | None = None,
     ) -> Tensor:
-        """Adds the `routing_sums` of all mixtures in one micro-batch, of which `counted` and
-        `labels` may be parts (`cut`). Returns `loss`, the summed cross entropy, plus `factor` times
-        the balancing loss of each row times its number of targets."""
+        """Adds the `routing_sums` of all mixtures in one micro-batch.
+
+        Args:
+            cut: `counted` and `labels` are parts of these rows.
+
+        Returns:
+            `loss`, the summed cross entropy, plus `factor` times the balancing loss of each row
+            times its number of targets.
+        """
         sums = torch.stack(of_layers)
         totals = sums.detach().sum(1)
         self._totals = totals if self._totals is None else self._totals + totals

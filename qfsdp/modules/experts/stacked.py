@@ -68,8 +68,12 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(chosen: Tensor, experts: int) -> Dispatch:
-    """Sorts the choices of tokens, int64 `[n, top_k]`, among so many experts. Choices of one expert
-    keep their order."""
+    """Sorts the choices of tokens by expert. Choices of one expert keep their order.
+
+    Args:
+        chosen: int64 `[n, top_k]`, experts of each token.
+        experts: their number.
+    """
     sorted_experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
@@ -136,9 +140,16 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * out_features)) if bias else None
 
     def forward(self, x: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
-        """Multiplies rows `[rows, in]` that are sorted by expert, where those of each end at
-        `ends`, int32 `[experts]`: `[rows, out]`. The bias is times `factors`, `[rows]` or ones,
-        which the caller has multiplied x by."""
+        """Multiplies rows that are sorted by expert.
+
+        Args:
+            x: `[rows, in]`.
+            ends: int32 `[experts]`, where each expert's rows end.
+            factors: `[rows]`, of the bias; None: ones. The caller has multiplied x by them.
+
+        Returns:
+            `[rows, out]`.
+        """
         y = expert_linear(x, self.weight, ends, self.chunk_bytes)
         return y if self.bias is None else y + bias_of_rows(self.bias, x, ends, factors)
 

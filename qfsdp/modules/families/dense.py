@@ -104,7 +104,8 @@ def qwen3(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen_layers(keys: Keys) -> tuple[LayerConfig, ...]:
-    """The first `max_window_layers` attend to everything; the others have the window, if any."""
+    """The first `max_window_layers` attend to everything, the others have the window, where it is
+    switched on."""
     if not keys.switch("use_sliding_window"):
         return keys.same_layers()
     first, rope = keys.count("max_window_layers"), keys.rope()

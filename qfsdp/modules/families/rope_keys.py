@@ -30,8 +30,15 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def rope_object(keys: Values, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The object of the file that describes the embedding of all layers; without one `absent`, the
-    family's. Raises UserError: there is one for each kind of layer."""
+    """The object that describes the embedding of all layers.
+
+    Args:
+        keys: of the file.
+        absent: the family's object for files without one.
+
+    Raises:
+        UserError: there is one for each kind of layer.
+    """
     rope = keys.object(OLD) or keys.object(NEW)
     if not rope and keys.given(NEW) is None:
         rope = absent or {}
@@ -53,16 +60,26 @@ def one_rope(
     shares: bool = False,
     **changes: Any,
 ) -> RopeConfig:
-    """The rotary embedding of all layers, of `rope` or else `rope_object`, with other fields
-    changed. If it `shares`, a part of a head may be rotated (`partial_rotary_factor`)."""
+    """The rotary embedding of all layers.
+
+    Args:
+        keys: of the file.
+        rope: the object that describes it; None: `rope_object`.
+        shares: a part of a head may be rotated (`partial_rotary_factor`).
+        changes: further fields of the result.
+    """
     rope = rope_object(keys) if rope is None else rope
     outer = {name: keys.given(name) for name in ("rope_theta", "partial_rotary_factor")}
     return _rope(keys, head_dim, outer | rope, shares, **changes)
 
 
 def two_ropes(keys: Values, head_dim: int, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of layers with a sliding window and of those without; `sliding_theta`
-    is the base of the former where their object has none."""
+    """The rotary embeddings of layers with a sliding window and of those without.
+
+    Args:
+        keys: of the file.
+        sliding_theta: the base of the former where their object has none.
+    """
     both, old = keys.object(NEW), keys.object(OLD)
     if both and not both.keys() & {FULL, SLIDING}:
         raise UserError(

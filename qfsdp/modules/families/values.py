@@ -13,11 +13,16 @@ _MOST_SIZE = 2**24  # of all others
 
 
 class Values:
-    """The keys of one object of a `config.json`, which errors name as `source`; `defaults` are
-    Hugging Face's for keys that the file leaves out.
+    """The keys of one object of a `config.json`.
 
     Every method raises `UserError`, which names `source`, key and value, if the value is not as
-    expected. A key with the value null counts as missing, except in `given` and `switch`."""
+    expected. A key with the value null counts as missing, except in `given` and `switch`.
+
+    Args:
+        values: the parsed object.
+        source: names the file in errors.
+        defaults: Hugging Face's values for keys that the file leaves out.
+    """
 
     def __init__(self, values: dict[str, Any], source: str, **defaults: Any) -> None:
         self.source, self._values, self._defaults = source, values, defaults

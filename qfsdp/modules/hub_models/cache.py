@@ -13,8 +13,11 @@ from torch import Tensor
 
 
 class HubCache:
-    """The caches of the rows of a batch, as `KVCache` of our decoder. `lengths` are the tokens of
-    each row's prompt, which is padded on the right."""
+    """The caches of the rows of a batch, as `KVCache` of our decoder.
+
+    Args:
+        lengths: tokens of each row's prompt, which is padded on the right.
+    """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._rows: list[tuple[int, Any]] = [(length, None) for length in lengths]

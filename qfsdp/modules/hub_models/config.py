@@ -129,12 +129,15 @@ def model_config_of(
 
 
 def as_stored(config: AnyConfig, stored: Callable[[], Collection[str]]) -> AnyConfig:
-    """`config`, whose output layer is one of its own if files hold it; `stored` gives the names of
-    their tensors, and is called only where they decide.
+    """`config`, whose output layer is one of its own if files hold it.
 
     Mistral Small 3: the class for the whole model shares it with the embeddings unless its
     `config.json` says otherwise, and only the text model's default says so. transformers compares
-    the tensors while it loads them."""
+    the tensors while it loads them.
+
+    Args:
+        stored: gives the names of the tensors in files; called only where they decide.
+    """
     if isinstance(config, HubConfig) and config.takes_more_than_text:
         shared = [getattr(c, SHARED, False) for c in (config.hf, config.hf.get_text_config())]
         if shared == [True, False] and any(name.endswith("lm_head.weight") for name in stored()):
@@ -144,7 +147,7 @@ def as_stored(config: AnyConfig, stored: Callable[[], Collection[str]]) -> AnyCo
 
 @cache
 def checked() -> dict[str, Any]:
-    """The content of `CHECKED`; `auto` takes those of transformers that are "equal"."""
+    """The content of `CHECKED`."""
     found: dict[str, Any] = json.loads(CHECKED.read_text(encoding="utf-8"))
     return found
 

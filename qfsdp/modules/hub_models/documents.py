@@ -33,7 +33,11 @@ def numbers_of_samples(positions: Tensor) -> Tensor:
 
 def keep_samples_apart(model: nn.Module, shared: bool = False) -> bool:
     """Gives the layers of a model of transformers functions that know samples; whether any took
-    one. If ranks share rows (`shared`), they raise where a layer does not hand the rows on."""
+    one.
+
+    Args:
+        shared: ranks share rows: the functions raise where a layer does not hand the rows on.
+    """
     layers = [module for module in model.modules() if calls_ours(module)]
     for layer in layers:
         forward = inspect.unwrap(cast(FunctionType, type(layer).forward))

@@ -63,8 +63,12 @@ class Unhooked(nn.Module):
 
 
 class HubHead:
-    """What follows the body of transformers' module, as `qfsdp.modules.loss.head_loss` takes it;
-    `body` and `output` are the names of its body and its output layer."""
+    """What follows the body, as `qfsdp.modules.loss.head_loss` takes it.
+
+    Args:
+        hf: transformers' module.
+        body, output: names of its body and its output layer.
+    """
 
     def __init__(self, hf: nn.Module, body: str, output: str) -> None:
         self.hf, self.body, self.output = hf, body, output

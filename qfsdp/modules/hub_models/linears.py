@@ -76,8 +76,11 @@ def _copy(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
 
 
 def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], list[str]]:
-    """Names of the linears that are quantized and adapted, and of those that stay plain; the name
-    of `layers` in the model is `prefix`."""
+    """Names of the linears that are quantized and adapted, and of those that stay plain.
+
+    Args:
+        prefix: the name of `layers` in the model.
+    """
     found = [
         (f"{name}.{child}", child, parent, module)
         for name, parent in layers.named_modules(prefix=prefix)

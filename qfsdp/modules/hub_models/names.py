@@ -17,9 +17,13 @@ from qfsdp.common.errors import UserError
 
 
 class Source(NamedTuple):
-    """The tensors that hold a parameter's rows, in their order; or the parameter is one (`part`) of
-    `parts` equal parts of the one tensor. If `transposed`, matrices of another shape than the
-    parameter's are."""
+    """The tensors that hold a parameter's rows, one after another.
+
+    Fields:
+        names: in the order of the rows.
+        part, parts: the parameter is this one of so many equal parts of the one tensor.
+        transposed: matrices of another shape than the parameter's are transposed.
+    """
 
     names: tuple[str, ...]
     part: int = 0

@@ -23,8 +23,11 @@ OF_A_ROW = ("dynamic", "longrope")
 
 
 def check_packed(config: HubConfig, refused: str = "packed: true; expected false") -> None:
-    """Raises `UserError` unless the samples of a row do not see each other in `config`'s model;
-    `refused` is what the error says of the setting that needs it."""
+    """Raises `UserError` unless the samples of a row do not see each other in `config`'s model.
+
+    Args:
+        refused: what the error says of the setting that needs it.
+    """
     why = next(_why_not(config), None)
     if why is not None:
         raise UserError(

@@ -62,9 +62,12 @@ def may_share(config: HubConfig) -> bool:
 
 
 def check_hub_answers(cfg: Any, config: AnyConfig, strategy: str | None) -> None:
-    """`check_hub_run` of a recipe that evaluates or answers with any model. `strategy` is that of
-    the ranks that generate: every row runs alone, so they would wait for each other's layers. None:
-    it does not generate."""
+    """`check_hub_run` of a recipe that evaluates or answers with any model.
+
+    Args:
+        strategy: of the ranks that generate: every row runs alone, so they would wait for each
+            other's layers. None: it does not generate.
+    """
     if isinstance(config, HubConfig):
         check_hub_run(cfg, config)
         if getattr(cfg, "compile", False):

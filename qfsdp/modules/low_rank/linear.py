@@ -78,9 +78,11 @@ class LowRankLinear(AdaptedLinear):
         )
 
     def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
-        """A, B, the factor of their product, and the factors of rows. A reference without adapters
-        multiplies by the same tensors, with factor 0. Without this product it would round
-        differently, and the first loss of DPO would not be ln 2."""
+        """A, B, the factor of their product, and the factors of rows.
+
+        A reference without adapters multiplies by the same tensors, with factor 0. Without this
+        product it would round differently, and the first loss of DPO would not be ln 2.
+        """
         norm = self.weight_norm
         ratio = None if self.magnitude is None or norm is None else self.magnitude / norm
         if not self.is_reference:

@@ -242,9 +242,15 @@ def check_compile(compile: bool, path: str | None) -> None:
 
 
 def use_cache_dir(path: str | None, report: bool) -> None:
-    """Sets the folder of compiled code, which the next start reuses, and prints it if `report`.
-    None is PyTorch's default, `TORCHINDUCTOR_CACHE_DIR` or a folder of the user in /tmp. Raises
-    UserError: the folder cannot be made."""
+    """Sets the folder of compiled code, which the next start reuses.
+
+    Args:
+        path: None: PyTorch's default, `TORCHINDUCTOR_CACHE_DIR` or a folder of the user in /tmp.
+        report: print the folder.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
     if path is not None:
         folder = Path(path).expanduser().absolute()
         try:

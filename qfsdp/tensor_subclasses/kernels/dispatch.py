@@ -35,8 +35,15 @@ class _InductorCall:
     outputs: Sequence[Any]
 
     def for_arguments(self, args: Sequence[Any], result: Any) -> Callable[..., Any] | None:
-        """The function that calls inductor's code directly, for other arguments of the same kind as
-        `args`, whose call gave `result`. None if an input or output matches no argument."""
+        """The function that calls inductor's code directly, for other arguments of the same kind.
+
+        Args:
+            args: of the kernel's call that led to this call.
+            result: of that call.
+
+        Returns:
+            None if an input or output matches no argument.
+        """
         tensor_at = [at for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         argument_of = {id(args[at]): at for at in tensor_at}
         output_of = {id(output): at for at, output in enumerate(self.outputs)}

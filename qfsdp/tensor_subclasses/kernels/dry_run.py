@@ -20,7 +20,11 @@ Way = Literal["to_device", "to_host", "from_disk"]
 
 
 class DryRun(Protocol):
-    """The follower of a dry run (`qfsdp.planning.tracker.MemoryTracker`) for a device type."""
+    """The follower of a dry run (`qfsdp.planning.tracker.MemoryTracker`).
+
+    Fields:
+        target: device type that the estimate is for.
+    """
 
     target: Literal["cpu", "cuda"]
 

@@ -83,8 +83,11 @@ def curve(run: RunFolder, metric: str, name: str, times: float = 1.0) -> Line:
 def curves(
     runs: Sequence[RunFolder], title: str, y: str, metrics: Sequence[str], log: bool = True
 ) -> Chart:
-    """One chart with a line for every run and metric that was logged, on a logarithmic axis if the
-    values need it and `log` allows it."""
+    """One chart with a line for every run and metric that was logged.
+
+    Args:
+        log: take a logarithmic axis if the values need it.
+    """
     lines = []
     for run in runs:
         for metric in metrics:
