@@ -79,6 +79,11 @@ def batch_losses(
     return list(zip(sums, targets, strict=True))
 
 
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinity where the exponential overflows."""
+    return math.inf if loss > 700 else math.exp(loss)
+
+
 def held_out_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> tuple[float, int]:
     """The cross entropy summed over all ranks' targets (nats), and the number of targets.
 

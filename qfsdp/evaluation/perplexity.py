@@ -17,7 +17,7 @@ from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import progress_bar
-from qfsdp.evaluation.heldout_loss import batch_losses, held_out_batches
+from qfsdp.evaluation.heldout_loss import batch_losses, held_out_batches, perplexity
 from qfsdp.evaluation.intervals import Interval, loss_interval
 
 
@@ -120,7 +120,7 @@ class MeanLoss:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return perplexity(self.loss)
 
 
 def dataset_loss(

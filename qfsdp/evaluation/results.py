@@ -10,6 +10,7 @@ from typing import Any
 
 from qfsdp.common.files import write_json, writing
 from qfsdp.evaluation.exact_match import ExactMatch
+from qfsdp.evaluation.heldout_loss import perplexity
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval
 from qfsdp.evaluation.perplexity import MeanLoss
 
@@ -36,12 +37,11 @@ class Result:
 
 def loss_results(section: str, name: str, found: MeanLoss) -> list[Result]:
     """The mean loss (nats per token) and the perplexity, as two results."""
-    low, high = found.interval
     rest = (found.tokens, "tokens")
-    perplexities = (math.exp(low), math.exp(high))
+    low, high = map(perplexity, found.interval)
     return [
         Result(section, name, "loss", found.loss, found.interval, *rest),
-        Result(section, name, "perplexity", found.perplexity, perplexities, *rest),
+        Result(section, name, "perplexity", found.perplexity, (low, high), *rest),
     ]
 
 
@@ -74,7 +74,7 @@ def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) 
     be written."""
     found = [asdict(result) for result in results]
     for entry in found:
-        if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):
+        if not all(map(math.isfinite, entry["interval"] or ())):
             entry["interval"] = None
     with writing("output", path):
         write_json(path, about | {"level": CONFIDENCE_LEVEL, "results": found})

@@ -21,14 +21,22 @@ from torch import nn
 from torch.utils.data import Subset
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder, why, write_json
+from qfsdp.common.files import (
+    PARTIAL,
+    json_object,
+    not_written,
+    recover_folder,
+    replace_folder,
+    why,
+    write_json,
+)
 from qfsdp.common.progress import at_step
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
+from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss, perplexity
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.training.metrics import RunLog
@@ -164,7 +172,9 @@ class Validation:
         without a best state, its last state by `save`.
         """
         best, progress = self._output_dir / FOLDER, self.progress
-        if not self._world.broadcast(self.is_over and (best / BEST_FILE).is_file()):
+        kept = json_object(best / BEST_FILE).get("step", -1)  # an earlier run may have written it
+        found = self._config.keep_best and kept == progress["best_step"]
+        if not self._world.broadcast(self.is_over and found):
             return save, ""
 
         def copy(folder: Path) -> None:
@@ -263,8 +273,7 @@ class Validation:
                 f"{self._cfg.max_seq_len}; expected at least one"
             )
         loss = total / targets
-        exact = loss < 700 or math.isnan(loss)  # beyond, the exponential overflows
-        return {"loss": loss, "perplexity": math.exp(loss) if exact else math.inf}
+        return {"loss": loss, "perplexity": perplexity(loss)}
 
     def _scores(self, model: nn.Module) -> dict[str, float]:
         """What the tasks of lm-eval give: `validation/<task>/<metric>`. Every rank must call it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ from qfsdp.data import PackedDataset
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.evaluation.inference_model import evaluating
-from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
+from qfsdp.evaluation.perplexity import (
+    MeanLoss,
+    TextConfig,
+    TextWindows,
+    dataset_loss,
+    text_windows,
+)
+from qfsdp.evaluation.results import format_table, loss_results, write_results
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, cpu_world, load_model
 from tests.ranks import run_ranks
@@ -175,6 +183,16 @@ def test_perplexity_equals_transformers(smollm2_dir: Path, tmp_path: Path) -> No
     assert found.loss == pytest.approx(total / tokens, rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-4)
     assert found.interval[0] < found.loss < found.interval[1]
+
+
+def test_a_perplexity_beyond_all_numbers(tmp_path: Path) -> None:
+    """Of a model that has diverged: the evaluation ends as any other."""
+    found = loss_results("text", "x", MeanLoss(720.0, (700.0, 740.0), 9))
+    assert found[1].value == math.inf and "perplexity  inf" in format_table(found)
+    write_results(tmp_path / "x.json", found, {})
+    loss, perplexity = json.loads((tmp_path / "x.json").read_text())["results"]
+    assert loss["interval"] == [700.0, 740.0]
+    assert perplexity["value"] is perplexity["interval"] is None
 
 
 def test_a_set_without_targets(tmp_path: Path) -> None:

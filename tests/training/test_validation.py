@@ -465,6 +465,16 @@ def test_patience(tmp_path: Path, monkeypatch: Any, patience: int) -> None:
     assert which == f", the best: held {1 if patience == 3 else 2} at step {best}"
 
 
+def test_the_best_of_an_earlier_run_is_no_result(tmp_path: Path, monkeypatch: Any) -> None:
+    """It lies in the same folder, and this run keeps none, or has kept it before its own best."""
+    Scripted(tmp_path, monkeypatch, [1.0]).steps()
+    for losses in ([3.0, 4.0, 9.9], [3.0, 2.0, 4.0, 9.9]):
+        run = Scripted(tmp_path, monkeypatch, losses, patience=1, keep_best=False)
+        run.steps()
+        assert run.validation.is_over and run.kept == (1, "1")
+        assert run.validation.result(run.save) == (run.save, "")
+
+
 def test_a_run_that_comes_to_its_end_gives_its_last_state(tmp_path: Path, monkeypatch: Any) -> None:
     run = Scripted(tmp_path, monkeypatch, [2.0, 3.0], patience=2)
     run.steps()

@@ -109,7 +109,7 @@ def read_config(file: Path) -> dict[str, Any]:
 def read_lines(file: Path) -> list[Row]:
     """The objects in a .jsonl file, without damaged lines; [] if it cannot be read."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
         return []
     rows = []

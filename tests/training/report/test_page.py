@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.files.json_lines import to_lines
 from qfsdp.training.report.page import html
 from qfsdp.training.report.run_folder import flat, read_run
 from qfsdp.training.report.sections import report_at_end, run_sections
@@ -68,9 +69,10 @@ def test_scores_and_answers_before_and_after(tmp_path: Path) -> None:
 def test_samples_of_the_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one")
     rows = [{"prompt": "2 + 3?", "before": "<b>6</b>", "after": "5"}, {"prompt": "no answer"}]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows += [{"prompt": "ends of lines of Unicode", "after": "\u2028, \x85 and \x0c"}]
+    (run / "samples.jsonl").write_text(to_lines(rows))
     page = page_of(run)
-    assert "&lt;b&gt;6&lt;/b&gt;" in page and "no answer" not in page
+    assert "&lt;b&gt;6&lt;/b&gt;" in page and "no answer" not in page and "ends of lines" in page
 
 
 def test_damaged_files_are_left_out(tmp_path: Path) -> None:
