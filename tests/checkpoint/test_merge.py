@@ -261,19 +261,23 @@ def test_bases_that_are_stored_quantized(
         assert (method is None) == (requantize == "none")
 
 
-def test_python_files_that_are_not_copied_are_not_named(
+def test_files_beside_the_base_that_would_mislead_transformers(
     even: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """With `trust_remote_code` transformers asks for what `auto_map` names, as of Phi-4-mini."""
+    """With `trust_remote_code` it asks for what `auto_map` names, as of Phi-4-mini. torchtune
+    writes an adapter beside merged weights: transformers takes the base that this names."""
     from transformers import AutoConfig
 
     source = tmp_path / "source"
     shutil.copytree(even[0], source)
+    shutil.copy(even[1] / CONFIG_FILE, source)
     config = json.loads((source / "config.json").read_text())
     named = {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"}}
     (source / "config.json").write_text(json.dumps(config | named))
     folder = merged(source, even[1], tmp_path / "merged")
     assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "llama"
+    assert not (folder / CONFIG_FILE).exists()
+    assert torch.isfinite(logits(plain_model(folder))).all()
 
 
 def merge_files(model: Path, adapter: Path, output: Path) -> None:
