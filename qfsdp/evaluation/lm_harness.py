@@ -24,6 +24,7 @@ from typing import Any
 from qfsdp.common.errors import UserError, check_bounds
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import did_you_mean, first_line, nearest
+from qfsdp.common.terminal import warn
 from qfsdp.data.files.json_lines import read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
@@ -37,6 +38,9 @@ SPLITS = ("train", "validation", "test", "dev")
 TRUTHFULQA = "TruthfulQA.csv"
 MMLU = "mmlu"  # the group of the 57 subjects, tasks mmlu_SUBJECT
 FEWSHOT_SEED = 1234  # lm-eval's default, also for its draws with numpy
+# Keys of a task's `generation_kwargs` that are done.
+OF_ANSWERS = {"until", "do_sample", "temperature", "top_p", "max_gen_toks", "max_new_tokens"}
+OF_ANSWERS |= {"max_tokens", "max_completion_tokens"}
 
 
 @dataclass
@@ -115,6 +119,9 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        for key, value in (task.get_config("generation_kwargs") or {}).items():
+            if key not in OF_ANSWERS and value not in (None, False, 0, 1, -1):
+                warn(f"lm_eval.tasks: '{task.config.task}' asks for {key} {value}; it is not done")
     return tasks
 
 

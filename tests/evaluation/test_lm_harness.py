@@ -263,6 +263,14 @@ def test_the_line_of_a_broken_row_is_named(tmp_path: Path) -> None:
         load_tasks(LMEvalConfig(["arc_easy"], local_data=str(folder)))
 
 
+@needs_lm_eval
+def test_how_a_task_asks_for_answers_is_not_left_out_silently(tmp_path: Path, capsys: Any) -> None:
+    row = {key: ["a"] for key in ("code_tokens", "docstring_tokens")}
+    (tmp_path / "code2text_go.test.jsonl").write_text(json.dumps(row))
+    load_tasks(LMEvalConfig(["code2text_go"], local_data=str(tmp_path)))
+    assert "'code2text_go' asks for num_beams 10; it is not done" in capsys.readouterr().err
+
+
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is missing; expected pip install lm-eval$"):
