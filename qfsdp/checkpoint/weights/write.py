@@ -28,9 +28,9 @@ from qfsdp.common.progress import moved
 MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
 # Files of a model folder besides its weights.
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "*.md")
-NOT_COPIED = ("config.json", INDEX, "qfsdp_packed.json")  # written for the new weights
-# Beside merged weights, as of torchtune: transformers would load its base in place of the folder.
-NOT_COPIED += ("adapter_config.json",)
+# Written for the new weights; and torchtune's beside merged weights, whose base transformers would
+# load in place of the folder.
+NOT_COPIED = ("config.json", INDEX, "qfsdp_packed.json", "adapter_config.json")
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 """dtype -> safetensors' name."""
