@@ -7,6 +7,7 @@ it picks options by the kind of tensors that fill the memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from qfsdp.training.run_config import not_with_tiles
 
 SUGGESTIONS = 3  # that a message has at most
 SMALL_SHARE = 0.1  # a kind of tensors with a smaller share of the memory is not worth a change
+OF_8_BITS = ("lr", "betas", "eps", "weight_decay", "amsgrad")  # and of torch.optim.AdamW
 LONG_ROWS = 16384  # tokens from which tiles are advice
 # Kinds of tensors, besides those of `qfsdp.training.memory_usage`.
 TRANSIENT, PARAMETERS = "activations_and_temporaries", "parameters"
@@ -65,7 +67,7 @@ def options(cfg: Any, world_size: int, on_gpu: bool) -> list[Option]:
     if world_size > 1 and strategy not in ("full_shard", None):
         ways.append(Option("strategy", PARAMETERS, strategy_over_all_ranks("full_shard")))
     optimizer = get_key(cfg, "optimizer")
-    if optimizer is not None and "8bit" not in str(optimizer):
+    if optimizer is not None and not re.search("8bit|4bit|Fp8", str(optimizer)):
         smaller = {"optimizer._component_": "torchao.optim.AdamW8bit"}
         ways.append(Option("optimizer", OPTIMIZER, smaller, same_numbers=False))
     offload = _offload(cfg) if on_gpu and strategy is not None else []
@@ -143,10 +145,17 @@ def less_device_memory(
         if option.needs_dry_run or (option.saves == TRANSIENT and not training):
             continue
         if option.saves == PARAMETERS or kinds.get(option.saves, 0) > enough:
-            yield as_words(differing(cfg, option.changes))
+            without = _not_in_8_bits(cfg) if option.saves == OPTIMIZER else ""
+            yield as_words(differing(cfg, option.changes)) + without
     if training:
         yield "a smaller max_seq_len"
     yield "more ranks"
+
+
+def _not_in_8_bits(cfg: Any) -> str:
+    """Words that remove the arguments which the optimizer with states in 8 bits does not have."""
+    given = getattr(get_key(cfg, "optimizer"), "kwargs", {})
+    return "".join(f" ~optimizer.{name}" for name in given if name not in OF_8_BITS)
 
 
 def less_host_memory(cfg: Any) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig
@@ -255,6 +256,11 @@ def test_advice_leaves_out_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert advice(**frugal) == ["a smaller max_seq_len", "more ranks"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "sharding.wrap=linear" in advice(**frugal)
+    given = Component("torch.optim.AdamW", {"lr": 1e-3, "fused": True, "eps": 1e-6})
+    words = "optimizer._component_=torchao.optim.AdamW8bit ~optimizer.fused"
+    assert words in advice(optimizer=given)
+    for fewer in ("torchao.optim.AdamW4bit", "torchao.optim.AdamWFp8"):
+        assert not any("8bit" in way for way in advice(optimizer=fewer))
     ways = advice(sharding=ShardingConfig("ddp", wrap="linear"))
     assert "sharding.strategy=full_shard" in ways and "sharding.offload_base=cpu" not in ways
 
