@@ -27,6 +27,11 @@ from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.tensor_subclasses import few_rows
 
 LEAST = 1e-30  # logits divided by less would be infinite in fp32
+NO_TOKEN = -1  # logits are no numbers
+NOT_FINITE = (
+    "the model's logits are NaN or infinity, so no token can be chosen; expected finite numbers: "
+    "fp16 may be too small for this model, and model.dtype=bf16 or fp32 is not"
+)
 
 
 @dataclass
@@ -85,7 +90,7 @@ def generate(
 
     Raises:
         UserError: a prompt is empty, or a prompt and its answer may need more positions than the
-            model has.
+            model has; or logits are not finite.
     """
     check_lengths(prompts, sampling, model)
     together = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -186,6 +191,8 @@ def _generate(
             continue
         tokens = sample_tokens(logits, randoms[rows, step], sampling)
         found = tokens.tolist()
+        if NO_TOKEN in found:
+            raise UserError(NOT_FINITE)
         going = [at for at, token in enumerate(found) if token not in stop_ids]
         new: list[int | None] = [None] * len(prompts)
         for at in going:
@@ -232,7 +239,7 @@ def prompt_randoms(
 
 
 def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The next token of every row: int64 `[batch]`.
+    """The next token of every row: int64 `[batch]`; `NO_TOKEN` where logits are not finite.
 
     Args:
         logits: `[batch, vocab]`, floating point.
@@ -240,7 +247,7 @@ def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Te
             exceeds its draw.
     """
     if sampling.temperature < LEAST:
-        return logits.argmax(-1)
+        return likeliest(logits)
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     order = None
     if sampling.top_p < 1:
@@ -251,4 +258,13 @@ def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Te
     # A draw is below 1 in fp32, so in fp64 it is below the total, and the token found has a
     # probability above 0.
     at = torch.searchsorted(sums, draws.double().unsqueeze(1) * sums[:, -1:], right=True)
-    return (at if order is None else order.gather(1, at)).squeeze(1)
+    at.clamp_(max=logits.shape[-1] - 1)  # of sums that are NaN
+    tokens = (at if order is None else order.gather(1, at)).squeeze(1)
+    return tokens.masked_fill(sums[:, -1].isnan(), NO_TOKEN)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The most likely token of every row of `[batch, vocab]`; `NO_TOKEN` as in `sample_tokens`."""
+    tokens = logits.argmax(-1)  # that of NaN if there is one
+    largest = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return tokens.masked_fill(~largest.isfinite(), NO_TOKEN)

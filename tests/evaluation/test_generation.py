@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, TopPLogitsWarper
 
@@ -16,6 +20,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
@@ -23,11 +28,12 @@ from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate, prompt_randoms, sample_tokens
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
+from qfsdp.evaluation.serving.engine import Engine, Model, Request
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from tests.models import adapted_model, randomize_adapters
+from tests.models import adapted_model, load_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
@@ -278,6 +284,32 @@ def test_smallest_and_largest_draw() -> None:
     draws = torch.tensor([0.0, 1 - 2**-24])
     assert sample_tokens(logits, draws, SamplingConfig(1, temperature=1.0)).tolist() == [1, 2]
     assert sample_tokens(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_answer(temperature: float, tmp_path: Path) -> None:
+    """fp16 ends at 65,504: token 0 was every answer, or one that the vocabulary does not have."""
+    folder = write_tiny_model(tmp_path / "model")
+    weights = load_file(folder / SINGLE)
+    larger = {name: 100 * weight for name, weight in weights.items() if ".mlp." in name}
+    save_file(weights | larger, folder / SINGLE)
+    sampling = SamplingConfig(3, temperature)
+    model = load_model(folder, dtype="fp16", format="none")
+    with pytest.raises(UserError, match="logits are NaN or infinity.* model.dtype=bf16 or fp32"):
+        generate(model, [[1, 2, 3]], sampling, set(), CPU)
+    pieces: Queue[Any] = Queue()
+    no_text = SimpleNamespace(decode=lambda ids: "")
+    engine = Engine({"model": Model(model, no_text, set())}, torch.device("cpu"), 1)
+    engine.start()
+    engine.submit(Request("model", [1, 2, 3], sampling, [], pieces.put, math.inf))
+    assert pieces.get(timeout=60).finish == "failed"
+    engine.stop()
+    wide = load_model(folder, dtype="bf16", format="none")
+    assert len(generate(wide, [[1, 2, 3]], sampling, set(), CPU)[0]) == 3
+    some = torch.tensor([[1.0, 2.0], [torch.nan, 2.0], [1.0, torch.inf]])
+    for top_p in (1.0, 0.5):
+        tokens = sample_tokens(some, torch.zeros(3), SamplingConfig(1, temperature, top_p))
+        assert tokens[0] >= 0 and tokens[1:].tolist() == [-1, -1]
 
 
 def test_randoms_are_uniform_and_depend_on_prompt_and_seed() -> None:

@@ -28,7 +28,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens, start
+from qfsdp.evaluation.generation import (
+    NO_TOKEN,
+    NOT_FINITE,
+    SamplingConfig,
+    likeliest,
+    prompt_randoms,
+    sample_tokens,
+    start,
+)
 from qfsdp.evaluation.text_stream import AnswerText
 from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.attention.request_cache import RequestCache
@@ -108,6 +116,9 @@ class _Row:
 
     def take(self, token: int) -> bool:
         """Adds a token to the answer, and tells the text; returns whether the answer goes on."""
+        if token == NO_TOKEN:
+            log.error("serve: %s", NOT_FINITE)
+            return self.finish("failed")
         if token in self._stop_ids:
             return self.finish("stop")
         self.last, self.tokens = token, self.tokens + 1
@@ -160,9 +171,9 @@ class _Batch:
         tokens = torch.tensor([[row.last] for row in self.rows], device=self._device)
         with few_rows.generating():
             logits = self._decoder(tokens, cache=self._cache)
-        likeliest = logits.argmax(-1).tolist()
+        greedy_tokens = likeliest(logits).tolist()
         going = []
-        for row, of_row, token in zip(self.rows, logits, likeliest, strict=True):
+        for row, of_row, token in zip(self.rows, logits, greedy_tokens, strict=True):
             greedy = row.request.sampling.temperature == 0
             going.append(row.take(token if greedy else row.sampled(of_row)))
         self._keep(going)
