@@ -29,8 +29,8 @@ from qfsdp.tensor_subclasses import few_rows
 LEAST = 1e-30  # logits divided by less would be infinite in fp32
 NO_TOKEN = -1  # logits are no numbers
 NOT_FINITE = (
-    "the model's logits are NaN or infinity, so no token can be chosen; expected finite numbers: "
-    "fp16 may be too small for this model, and model.dtype=bf16 or fp32 is not"
+    "the model's logits are NaN or infinity; expected finite numbers: fp16 may be too small for "
+    "this model, and model.dtype=bf16 or fp32 is not"
 )
 
 

@@ -8,6 +8,7 @@ layer runs on the scored positions only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
+from qfsdp.evaluation.generation import NOT_FINITE
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.loss import CHUNK_LOGITS
@@ -53,6 +56,9 @@ def log_likelihoods(
         model: sharded or not.
         pairs: contexts (at least one token) and continuations. An empty continuation gets 0.
         batch_size: contexts per forward pass.
+
+    Raises:
+        UserError: logits are not finite.
     """
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
@@ -67,6 +73,8 @@ def log_likelihoods(
                 found.update(scores)
     for of_rank in world.gather(found):
         found.update(of_rank)
+    if not all(math.isfinite(value) for value, _ in found.values()):
+        raise UserError(NOT_FINITE)  # the first of all choices would be the answer
     return [found[pair] if pair[1] else (0.0, True) for pair in wanted]
 
 

@@ -27,6 +27,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate, prompt_randoms, sample_tokens
 from qfsdp.evaluation.inference_model import load_for_inference
+from qfsdp.evaluation.log_likelihood import log_likelihoods
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
 from qfsdp.evaluation.serving.engine import Engine, Model, Request
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -297,6 +298,8 @@ def test_logits_that_are_no_numbers_give_no_answer(temperature: float, tmp_path:
     model = load_model(folder, dtype="fp16", format="none")
     with pytest.raises(UserError, match="logits are NaN or infinity.* model.dtype=bf16 or fp32"):
         generate(model, [[1, 2, 3]], sampling, set(), CPU)
+    with pytest.raises(UserError, match="logits are NaN or infinity"):  # choice 1 of any question
+        log_likelihoods(model, [([1, 2], [3]), ([1, 2], [4])], CPU, 1)
     pieces: Queue[Any] = Queue()
     no_text = SimpleNamespace(decode=lambda ids: "")
     engine = Engine({"model": Model(model, no_text, set())}, torch.device("cpu"), 1)
