@@ -140,6 +140,24 @@ def test_labelled_answers_and_their_mismatches(tokenizer: HFTokenizer, tmp_path:
         assert f"{i}?" in text and f"Answer {(i + 1) % 3}." in text
 
 
+def test_mismatches_have_other_prompts(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    """Rows of a prompt are neighbours, as where pairs were written as answers with a label."""
+    rows = [
+        {"prompt": f"{prompt}?", "completion": f"Answer {prompt} {i}.", "label": i % 2 == 0}
+        for prompt, count in (("a", 2), ("b", 3), ("c", 1), ("d", 2))
+        for i in range(count)
+    ]
+    dataset = kto_dataset(tokenizer, source=write(tmp_path / "rows.jsonl", rows))
+    texts = [tokenizer.decode(item["mismatched"]["tokens"], False) for item in dataset]
+    answers = [rows[(i + 3) % 8]["completion"] for i in range(8)]
+    for row, answer, text in zip(rows, answers, texts, strict=True):
+        assert row["prompt"] in text and str(answer) in text
+        assert f"Answer {str(row['prompt'])[0]}" not in text
+    write(tmp_path / "rows.jsonl", [row | {"prompt": "a?"} for row in rows])
+    same = kto_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"))
+    assert "Answer b 0." in tokenizer.decode(same[1]["mismatched"]["tokens"], False)
+
+
 LONG = {"prompt": "A long prompt. " * 30 + "END?", "chosen": "Yes. " * 4, "rejected": "No."}
 
 

@@ -14,6 +14,7 @@ import logging
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -63,8 +64,8 @@ class Preferences:
     `parts`, the length of each, and `shared`: so many tokens at the beginning of the second are
     those of the first, and a packed row leaves them out. Labels are -100 in the prompt, and not
     shifted. An item with a label has one part, `desirable` (bool) and `mismatched`, a sample of the
-    same prompt with the answer of the next item: KTO estimates the KL divergence with it
-    (arXiv:2402.01306).
+    same prompt with the answer of the next item, or where rows of one prompt are neighbours of a
+    later one: KTO estimates the KL divergence with it (arXiv:2402.01306).
 
     Args:
         samples: of `PreferenceRows`: two for each pair, or one with a label for each row.
@@ -99,10 +100,11 @@ class Preferences:
             self.margins = numbers[::2].view(np.float32)
         if not paired:
             self.desirable = numbers if number == "class" else numbers == 1
-            # Of the same prompt, the answer of the next item: after the last comes the first.
+            # Of the same prompt, the answer of a later item: after the last comes the first.
+            on = 1 if number == "class" else _to_another_prompt(self.tokens, begins, places)
             prompts, begins = np.stack([prompts, prompts], 1), np.stack([begins, begins], 1)
-            answers = np.stack([answers, np.roll(answers, -1)], 1)
-            places = np.stack([places, np.roll(places, -1)], 1)
+            answers = np.stack([answers, np.roll(answers, -on)], 1)
+            places = np.stack([places, np.roll(places, -on)], 1)
         # Each int64 `[items, 2]`: where the prompt and the answer of both samples begin, and how
         # long they are.
         self._begins, self._prompts = begins.reshape(-1, 2), prompts.reshape(-1, 2)
@@ -332,6 +334,16 @@ def _joined(items: list[Mapping[str, Any]]) -> dict[str, Any]:
         pack["lengths"] += [first, *(n - shared for n in second)]
         pack["shared"] += [0, *(shared for _ in second)]
     return pack
+
+
+def _to_another_prompt(tokens: Any, begins: Integers, ends: Integers) -> int:
+    """How many items on the prompt is another one, for each of them: the most neighbours that have
+    the same. As many for all, so that each answer is taken once. 1 if all prompts are the same."""
+    most = run = 1
+    for (a, b), (c, d) in pairwise(zip(begins.tolist(), ends.tolist(), strict=True)):
+        run = run + 1 if tokens[a:b].tobytes() == tokens[c:d].tobytes() else 1
+        most = max(most, run)
+    return most % len(begins) or 1
 
 
 def _prompt_lengths(samples: TokenizedDataset, begins: Integers, ends: Integers) -> Integers:
