@@ -32,6 +32,7 @@ from qfsdp.config.component import Component, further_keys, passed_by_name
 from qfsdp.config.load import kept_places, resolved_yaml
 from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.files.rows import content_digest
+from qfsdp.data.loader import MapDataset
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.distributed.exchange import World
 from qfsdp.hub.download import SMALL_FILES, hub_name, local_folder
@@ -94,20 +95,26 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
     split = {SAMPLES_OF_A_STEP: loader.global_batch_size}
     if isinstance(loader, StreamLoader):
         return loader.settings | split
-    dataset, digest = loader.dataset, hashlib.sha256()
-    size = len(dataset)
-    for index in range(0, size, -(-size // SAMPLED_ROWS)):
-        sample = dataset[index]
-        for name in ("tokens", "labels", "mask"):
-            if name in sample:
-                digest.update(f"{name} {torch.as_tensor(sample[name]).tolist()}".encode())
-    settings = {"dataset (its length)": size, "dataset (its tokens)": digest.hexdigest()[:16]}
+    dataset = loader.dataset
+    settings: dict[str, Any] = {"dataset (its length)": len(dataset)}
+    settings["dataset (its tokens)"] = sampled_tokens(dataset)
     if isinstance(arrays := getattr(dataset, "dataset", dataset), TokenizedDataset):
         whole = hashlib.sha256()
         for array in (arrays.tokens, arrays.labels, arrays.ends):  # also of rows without a file
             whole.update(memoryview(array).cast("B") if len(array) else b"")
         settings["dataset (its tokens)" + WHOLE] = whole.hexdigest()[:32]
     return settings | split
+
+
+def sampled_tokens(dataset: MapDataset) -> str:
+    """A hash of the tokens of a few samples."""
+    size, digest = len(dataset), hashlib.sha256()
+    for index in range(0, size, -(-size // SAMPLED_ROWS)):
+        sample = dataset[index]
+        for name in ("tokens", "labels", "mask"):
+            if name in sample:
+                digest.update(f"{name} {torch.as_tensor(sample[name]).tolist()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def settings_of_machines(settings: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:

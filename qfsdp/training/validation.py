@@ -20,6 +20,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import Subset
 
+from qfsdp.checkpoint.compatibility import sampled_tokens
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import (
     PARTIAL,
@@ -119,7 +120,7 @@ class Validation:
         self.sets: dict[str, MapDataset] = {}
         self._total_steps = total_steps
         check_length(getattr(cfg, "lr_scheduler", None), total_steps)
-        self.progress: dict[str, Any] = {"step": None} | _NO_EVALUATION
+        self.progress: dict[str, Any] = {"step": None, "data": None} | _NO_EVALUATION
         if not self._config.sets:
             return
         if "/" in self.metric and self.metric.partition("/")[2] not in self.highest:
@@ -229,10 +230,14 @@ class Validation:
 
     def _run(self, step: int, model: nn.Module, log: RunLog, save: Callable[[Path], None]) -> None:
         numbers = {name: self._numbers(name, model) for name in self.sets}
-        if self.progress["metric"] != self.metric:  # a resumed run may use another set
-            self.progress.update(_NO_EVALUATION, metric=self.metric)
-        earlier = {key: self.progress[key] for key in ("best", "best_step")}
         name, _, number = self.metric.partition("/")
+        data = f"{len(self.sets[name])} {sampled_tokens(self.sets[name])}"
+        if self._is_another(data):
+            if self.progress["best_step"] is not None:
+                log.say(f"validation: '{self.metric}' is not what decided before; no best is known")
+            self.progress.update(_NO_EVALUATION, metric=self.metric)
+        self.progress["data"] = data
+        earlier = {key: self.progress[key] for key in ("best", "best_step")}
         value = numbers[name].get(number or "loss", math.nan)  # no margin of good answers alone
         better = self._update_progress(step, value, -1 if number else 1)
         metrics = {
@@ -251,6 +256,11 @@ class Validation:
                 f"validation: {self.metric} has not improved in {self.progress['waited']} "
                 f"evaluations; the run ends after step {step}"
             )
+
+    def _is_another(self, data: str) -> bool:
+        """Whether the number that decides, or its set, is not that of the run that is resumed."""
+        known = self.progress["data"] in (None, data)  # None: of an earlier version
+        return self.progress["metric"] != self.metric or not known
 
     def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
         """What is logged of a set: `loss`, the mean over target tokens in nats, and `perplexity`.

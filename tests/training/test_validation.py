@@ -515,6 +515,19 @@ def test_another_deciding_set_starts_without_a_best(tmp_path: Path, monkeypatch:
     assert run.kept[0] == 1 and run.validation.progress["waited"] == 0
 
 
+def test_another_file_of_the_deciding_set_starts_without_a_best(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    run = Scripted(tmp_path, monkeypatch, [1.0])
+    run.steps()
+    for data, kept in ((run.validation.progress["data"], 1), (None, 1), ("26 of another file", 2)):
+        rest = Scripted(tmp_path, monkeypatch, [9.9, 5.0], patience=2)
+        rest.validation.progress.update(run.validation.progress | {"data": data})
+        monkeypatch.setattr(validation, "held_out_loss", lambda *_: (20.0, 4))
+        assert rest.steps(1) == [2] and rest.kept[0] == kept
+        assert any("no best is known" in line for line in rest.log.lines) == (kept == 2)
+
+
 def test_an_interrupted_replacement_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
     Scripted(tmp_path, monkeypatch, [3.0]).steps()
     (tmp_path / "best").rename(tmp_path / "best.replaced")  # as in the middle of a replacement
