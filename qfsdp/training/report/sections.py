@@ -115,11 +115,14 @@ def logged(runs: Sequence[RunFolder], prefix: str, suffix: str = "") -> list[str
 def loss_chart(runs: Sequence[RunFolder]) -> Chart:
     """The losses of training and of validation in one chart."""
     held_out = logged(runs, VALIDATION, "/loss")
-    return curves(runs, "Loss", "nats per token", ["loss", *held_out])
+    of_answers = logged(runs, "rewards/") or logged(runs, "accuracy")  # a mean over pairs or rows
+    unit = "mean over samples" if of_answers else "nats per token"
+    return curves(runs, "Loss", unit, ["loss", *held_out])
 
 
 def learning_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     accuracies = logged(runs, VALIDATION, "/accuracy") + logged(runs, "rewards/", "accuracy")
+    accuracies += logged(runs, "accuracy")  # of a reward model or classifier
     return [
         loss_chart(runs),
         curves(runs, "Learning rate", "learning rate", ["lr"], log=False),

@@ -75,6 +75,18 @@ def test_samples_of_the_run(tmp_path: Path) -> None:
     assert "&lt;b&gt;6&lt;/b&gt;" in page and "no answer" not in page and "ends of lines" in page
 
 
+def test_losses_of_pairs_are_not_of_tokens(tmp_path: Path) -> None:
+    """And a reward model's accuracy in training has a curve."""
+    assert "nats per token" in page_of(write_run(tmp_path / "one"))
+    for name, metric in (("reward", "accuracy"), ("dpo", "rewards/accuracy")):
+        run = write_run(tmp_path / name)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        (run / "metrics.jsonl").write_text(to_lines(row | {metric: 0.5} for row in rows))
+        page = page_of(run)
+        assert "nats per token" not in page and "mean over samples" in page
+        assert "Accuracy of rewards" in page
+
+
 def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=3)
     with (run / "metrics.jsonl").open("a") as file:
