@@ -71,6 +71,8 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
     predict = Predictor(build_model, train_step, cfg, world_size, local, hardware, target)
     try:
         now = predict({})
+        if now.fits(hardware):
+            check_held_out(predict)
     except UserError:
         raise
     except Exception as error:  # for example, a user's optimizer that fails on fake tensors
@@ -80,7 +82,6 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
     if not now.fits(hardware):
         with long_wait("memory: too little; searching for changes that fit"):
             raise UserError(refusal(predict, now))
-    check_held_out(predict)
     needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
     note_estimates(f"about {needs} of {available} per rank", _seconds(now))
     if speaks_for_all():

@@ -15,6 +15,7 @@ from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import ShardingConfig
 from qfsdp.evaluation.heldout_loss import batch_losses
+from qfsdp.planning import preflight
 from qfsdp.planning.estimate import estimate
 from qfsdp.planning.held_out import held_out_step
 from qfsdp.planning.oom import Run, explain_out_of_memory
@@ -86,6 +87,22 @@ def test_one_that_does_not_fit_is_refused(recipe: str, config: str, tmp_path: Pa
     with pytest.raises(UserError, match=r"validation.batch_size: 4000; .*: 1\.00 GiB"):
         check("validation.batch_size=4000")
     check("validation.batch_size=4000", "validation.sets={}")
+
+
+def test_a_dry_run_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    write_tiny_model(tmp_path / "model")
+    text = TOY_CONFIG.format(folder=tmp_path).replace("preflight: false", "preflight: true")
+    (tmp_path / "c.yaml").write_text(text + "output_dir: x\n")
+    monkeypatch.setattr(preflight, "check_held_out", fails)
+    module = load_recipe()
+    cfg = load_config(module.Config, ["--config", f"{tmp_path}/c.yaml", "device_memory=4GiB"])
+    check_memory(cfg, module.build_model, module.train_step)
+    assert "training starts without a check (RuntimeError: no such" in "".join(capsys.readouterr())
 
 
 @dataclass
