@@ -215,6 +215,16 @@ def test_mistakes_are_one_line(
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
+def test_over_a_quantized_folder(folder: Path, tmp_path: Path) -> None:
+    """The adapter is that of the plain folder: both have the same linears."""
+    words = [f"model.path={folder}/model", f"output_dir={tmp_path}/nf4"]
+    run_recipe("quantize", ["--config", str(ROOT / "configs/quantize.yaml"), *words])
+    plain = joined(folder, ["a", "low"], tmp_path / "plain", "into=adapter")
+    words = ["into=adapter", f"model.path={tmp_path}/nf4"]
+    other = joined(folder, ["a", "low"], tmp_path / "other", *words)
+    assert (other / WEIGHTS_FILE).read_bytes() == (plain / WEIGHTS_FILE).read_bytes()
+
+
 def test_names_on_the_hub_are_found() -> None:
     """Each by its place in the list, so that it is downloaded before the run."""
     recipe = load_recipe("merge")

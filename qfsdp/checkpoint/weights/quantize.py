@@ -136,6 +136,13 @@ def adapted_model(
     return model
 
 
+def as_stored(weights: ModelWeights) -> QuantizationConfig:
+    """In which an adapter's places can be looked up, whatever the format of the folder."""
+    formats = {*weights.formats.values()} - {"none"}
+    own: list[Any] = sorted(formats - {"mxfp4"})  # beside experts in mxfp4 any other will do
+    return QuantizationConfig(own[0] if own else "nf4" if formats else "none")
+
+
 def _conversion(
     weights: ModelWeights,
     name: str,
