@@ -40,7 +40,7 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.checkpoint.expert_adapter_files import is_of_experts
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.quantize import adapted_model, as_stored
+from qfsdp.checkpoint.weights.quantize import adapted_model, stored_quantization
 from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import texts_in
 from qfsdp.hub.download import local_folder
@@ -98,7 +98,7 @@ class Join:
                     f"adapters[{at}]: '{part.path}' has whole modules or rows of tokens; expected "
                     "adapters alone"
                 )
-            model = adapted_model(self.weights, as_stored(self.weights), part.path)
+            model = adapted_model(self.weights, stored_quantization(self.weights), part.path)
             order = order or [name for name, _ in model.named_modules()]
             for name, _ in adapted_linears(model):
                 if is_of_experts(f"{_stem(name)}.lora_A.weight"):

@@ -9,11 +9,15 @@ import pytest
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
+from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import check_output
+from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_merge import logits, plain_model, trained
+from tests.models import cpu_world
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -94,6 +98,19 @@ def test_an_adapter_of_another_model(tmp_path: Path) -> None:
         UserError, match="adapter: None is not valid; expected the folder of an ada"
     ):
         exported(model, "null", tmp_path / "out")
+
+
+def test_bases_that_are_quantized(tmp_path: Path) -> None:
+    """vLLM loads those of bitsandbytes."""
+    model = write_tiny_model(tmp_path / "model", vocab_size=576, intermediate_size=576)
+    trained(model, AdapterConfig("lora", 5, 7.0), tmp_path / "adapter")
+    weights, config = ModelWeights(model), QuantizationConfig()
+    quantize_folder(weights, config, tmp_path / "bnb", cpu_world(), layout="bnb")
+    quantize_folder(weights, config, tmp_path / "ours", cpu_world())
+    out = exported(tmp_path / "bnb", tmp_path / "adapter", tmp_path / "out")
+    assert (out / WEIGHTS_FILE).read_bytes() == (tmp_path / "adapter" / WEIGHTS_FILE).read_bytes()
+    with pytest.raises(UserError, match="own layout, which vLLM does not load; expected the orig"):
+        exported(tmp_path / "ours", tmp_path / "adapter", tmp_path / "mine")
 
 
 def test_an_export_that_was_killed_is_made_again(tmp_path: Path) -> None:

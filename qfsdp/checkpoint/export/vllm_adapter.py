@@ -21,12 +21,12 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.checkpoint.expert_adapter_files import is_of_experts
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.quantize import adapted_model
+from qfsdp.checkpoint.weights.fp8_layout import quantization_of
+from qfsdp.checkpoint.weights.quantize import adapted_model, stored_quantization
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import whole_file, writing
+from qfsdp.common.files import json_object, whole_file, writing
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import NAMES
-from qfsdp.modules.quantized_linear import QuantizationConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # `--max-lora-rank`
 
@@ -74,8 +74,8 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
         base: `model.path`, as the user wrote it.
 
     Raises:
-        UserError: vLLM does not load it, and the command that merges it; or the adapter is not one
-            of this base (see `check_adapter`).
+        UserError: vLLM does not load it, and the command that merges it, or does not load the base;
+            or the adapter is not one of this base (see `check_adapter`).
     """
     config = read_adapter_config(adapter)
     experts = any(map(is_of_experts, read_adapter_header(adapter)))
@@ -96,5 +96,11 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
             f"--config configs/merge.yaml model.path={base} adapter={adapter} "
             "output_dir=models/merged"
         )
-    adapted_model(weights, QuantizationConfig("none"), adapter)
+    stored = quantization_of(json_object(weights.folder / "config.json"))
+    if stored is not None and stored.get("quant_method") == "qfsdp":
+        raise UserError(
+            f"model.path: '{base}' is quantized in qfsdp's own layout, which vLLM does not load; "
+            "expected the original model, or one that recipes/quantize writes with layout=bnb"
+        )
+    adapted_model(weights, stored_quantization(weights), adapter)
     return VllmAdapter(base, adapter, next(rank for rank in RANKS if rank >= config.rank))

@@ -136,7 +136,7 @@ def adapted_model(
     return model
 
 
-def as_stored(weights: ModelWeights) -> QuantizationConfig:
+def stored_quantization(weights: ModelWeights) -> QuantizationConfig:
     """In which an adapter's places can be looked up, whatever the format of the folder."""
     formats = {*weights.formats.values()} - {"none"}
     own: list[Any] = sorted(formats - {"mxfp4"})  # beside experts in mxfp4 any other will do
