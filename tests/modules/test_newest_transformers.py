@@ -14,7 +14,8 @@ import pytest
 
 from tests.tiny import ROOT
 
-pytestmark = pytest.mark.long
+# 127 s here. `make test` has the same tests with the version of constraints.txt.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 # Logits, losses, gradients, packing, answers, FP8 folders and merges: 55 s of processor time.
 FILES = [
