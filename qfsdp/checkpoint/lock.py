@@ -103,8 +103,8 @@ def _changes(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def check_shared(folder: Path, key: str, world: World) -> None:
-    """Checks that every machine sees what rank 0 writes to a folder. The first checkpoint of others
-    failed after a quarter of an hour. Raises UserError on every rank."""
+    """Checks that every machine sees what rank 0 writes to a folder. Without this check, the first
+    checkpoint of a run failed after a quarter of an hour. Raises UserError on every rank."""
     if world.size == world.local_size:
         return
     mark = folder / world.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")

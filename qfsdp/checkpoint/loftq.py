@@ -82,9 +82,8 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
         seed: of the thin matrix that the iteration starts with.
     """
     linears = list(_quantized_linears(model))
-    for name, module, error in original_rows(linears, weights, "lora_B"):  # at first W
-        for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, error.device)):
-            error[part] = error[part].float() - quantized.float()
+    for name, module, error in original_rows(linears, weights, "lora_B"):
+        _subtract_quantized(module, error)
         generator = seeded(seed, f"{name} loftq")
         total = sum_over_ranks(module.lora_B)
         set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
@@ -96,6 +95,12 @@ def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
         weight = local_part(module.weight)
         if isinstance(weight, QuantizedTensor) and not isinstance(weight, PlainRows):
             yield name, module
+
+
+def _subtract_quantized(module: LowRankLinear, weight: Tensor) -> None:
+    """Makes of this rank's rows of W those of W - dequantize(quantized), in place."""
+    for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, weight.device)):
+        weight[part] = weight[part].float() - quantized.float()
 
 
 def original_rows(

@@ -126,7 +126,8 @@ class Stager:
         """Entries for `dcp.save`. On an accelerator the copies are asynchronous: they are queued in
         the current stream."""
         params = trained_tensors(state.model)
-        # torchao keeps a state in 8 bits where blocks divide a rank's rows, so not on every rank.
+        # torchao keeps a state in 8 bits only where its blocks divide a rank's rows. What one rank
+        # has to write alone, all ranks write alone.
         apart = set().union(*self._world.gather(_apart(params, state.optimizer)))
         staged = self.copy_tensors(params, state.optimizer, apart)
         entries: dict[str, Any] = {

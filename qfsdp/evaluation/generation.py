@@ -26,7 +26,7 @@ from qfsdp.modules.hub_models.config import AnyConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.tensor_subclasses import few_rows
 
-LEAST = 1e-30  # logits divided by less would be infinite in fp32
+LEAST_TEMPERATURE = 1e-30  # logits divided by less would be infinite in fp32
 NO_TOKEN = -1  # logits are no numbers
 NOT_FINITE = (
     "the model's logits are NaN or infinity; expected finite numbers: fp16 may be too small for "
@@ -58,6 +58,11 @@ class SamplingConfig:
             raise InvalidField("temperature", self.temperature, "a number of at least 0")
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidField("top_p", self.top_p, "a probability above 0, at most 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < LEAST_TEMPERATURE
 
 
 def generate(
@@ -246,7 +251,7 @@ def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Te
         draws: fp32 `[batch]` in [0, 1). A row's token is the first whose cumulative probability
             exceeds its draw.
     """
-    if sampling.temperature < LEAST:
+    if sampling.is_greedy:
         return likeliest(logits)
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     order = None

@@ -38,7 +38,7 @@ SPLITS = ("train", "validation", "test", "dev")
 TRUTHFULQA = "TruthfulQA.csv"
 MMLU = "mmlu"  # the group of the 57 subjects, tasks mmlu_SUBJECT
 FEWSHOT_SEED = 1234  # lm-eval's default, also for its draws with numpy
-# Keys of a task's `generation_kwargs` that are done.
+# Keys of a task's `generation_kwargs` that answers follow; others are told.
 OF_ANSWERS = {"until", "do_sample", "temperature", "top_p", "max_gen_toks", "max_new_tokens"}
 OF_ANSWERS |= {"max_tokens", "max_completion_tokens"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -229,6 +230,20 @@ class Multipliers:
     logits: float = 1.0
 
 
+def positions_of_answer(most: int, longrope_contexts: Iterable[int], prompt: int) -> int:
+    """How many positions a prompt of so many tokens and its answer may have together.
+
+    LongRoPE turns all of a text in another way once it is longer than the original context, and
+    cached keys do not follow. So an answer does not cross that length.
+
+    Args:
+        most: positions of the model.
+        longrope_contexts: the original contexts of its LongRoPE embeddings, in tokens.
+        prompt: tokens of the prompt.
+    """
+    return min([most, *(context for context in longrope_contexts if prompt <= context)])
+
+
 @dataclass(frozen=True)
 class DecoderParts:
     """The parts of a decoder; sizes are named as in `config.json`.
@@ -295,16 +310,11 @@ class DecoderParts:
         return any(kind.rope is not None and kind.rope.scaling.by_length for kind in self.layers)
 
     def most_positions(self, prompt: int) -> int:
-        """How many positions a prompt of so many tokens and its answer may have together.
-
-        LongRoPE turns all of a text in another way once it is longer than the original context, and
-        cached keys do not follow. So an answer does not cross that length.
-        """
+        """As `positions_of_answer` says."""
         scalings = [kind.rope.scaling for kind in self.layers if kind.rope is not None]
         longropes = [scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)]
         contexts = [scaling.original_max_position_embeddings for scaling in longropes]
-        most = self.max_position_embeddings
-        return min([most, *(context for context in contexts if prompt <= context)])
+        return positions_of_answer(self.max_position_embeddings, contexts, prompt)
 
     @property
     def shortest_window(self) -> int | None:

@@ -41,7 +41,7 @@ class QuantizationConfig:
         format: "nf4" (4.127 bits per weight), "nf4_fp32_absmax" (without double quantization, 4.5
             bits), "hqq" (affine, 4.5 bits), "mxfp4" (floating point, 4.25 bits, as gpt-oss is
             published), or "none". Weights that the model folder stores quantized stay as they are.
-            Linears that such a folder keeps plain stay plain, unless `targets` has their names.
+            Linears that such a folder stores plain are not quantized, unless `targets` names them.
         targets: "all-linear" (every linear of every layer), or a list of names. A list may also
             name `lm_head`: `[all-linear, lm_head]`.
         expert_chunk: memory for the dequantized experts of a layer, such as 256MiB. If all of them

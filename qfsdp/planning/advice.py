@@ -29,7 +29,7 @@ from qfsdp.training.run_config import not_with_tiles
 
 SUGGESTIONS = 3  # that a message has at most
 SMALL_SHARE = 0.1  # a kind of tensors with a smaller share of the memory is not worth a change
-OF_8_BITS = ("lr", "betas", "eps", "weight_decay", "amsgrad")  # and of torch.optim.AdamW
+OF_8_BITS = ("lr", "betas", "eps", "weight_decay", "amsgrad")  # arguments of AdamW8bit
 LONG_ROWS = 16384  # tokens from which tiles are advice
 # Kinds of tensors, besides those of `qfsdp.training.memory_usage`.
 TRANSIENT, PARAMETERS = "activations_and_temporaries", "parameters"

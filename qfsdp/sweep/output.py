@@ -180,10 +180,7 @@ def charts_of(
         device_gib: memory of a GPU, for a line in the charts of memory; None: no line.
     """
     of_grid = [
-        (
-            {a: v if isinstance(v, int | float | str) else str(v) for a, v in cell.point.items()},
-            results[cell.key],
-        )
+        ({axis: _drawn(value) for axis, value in cell.point.items()}, results[cell.key])
         for cell in cells
         if cell.in_grid and cell.key in results
     ]
@@ -206,6 +203,10 @@ def charts_of(
                 name = name.replace("/", "_").replace(" ", "_").replace(".", "_")
                 charts[name] = _chart(lines, values[axis], axis, measure, limit, fixed)
     return charts
+
+
+def _drawn(value: Any) -> Any:
+    return value if isinstance(value, int | float | str) else str(value)
 
 
 def are_numbers(values: Sequence[Any]) -> bool:

@@ -68,11 +68,18 @@ def build_optimizer(
                 "that of one by about 2 %%",
                 component.path,
             )
-        # Torchao's too: a block of 8-bit state lies on one rank. On DTensors their stochastic
-        # rounding raises, as it compares them with plain random numbers.
-        if type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam":
+        if _is_elementwise(optimizer):
             LocalSteps(optimizer)
     return StepsInBackward(optimizer) if in_backward else optimizer
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether a step on local rows equals a step on the whole parameters.
+
+    torchao's optimizers count too: a block of 8-bit state lies on one rank. On DTensors their
+    stochastic rounding raises, as it compares them with plain random numbers.
+    """
+    return type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam"
 
 
 def build_scheduler(

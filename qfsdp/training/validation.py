@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,8 +106,8 @@ class Validation:
     Attributes:
         sets: name -> samples, or packs.
         progress: state that a resumed run continues from (`TrainState.progress`): "step", the last
-            evaluated step; "metric", the set that decides; "best", its lowest loss; "best_step" and
-            "kept_in", the step and the folder of that loss; "waited", evaluations since then.
+            evaluated step; "metric", the set that decides; "data", a hash of it; "best", its lowest
+            loss; "best_step" and "kept_in", its step and folder; "waited", evaluations since then.
     """
 
     highest: tuple[str, ...] = ()
@@ -231,12 +232,12 @@ class Validation:
     def _run(self, step: int, model: nn.Module, log: RunLog, save: Callable[[Path], None]) -> None:
         numbers = {name: self._numbers(name, model) for name in self.sets}
         name, _, number = self.metric.partition("/")
-        data = f"{len(self.sets[name])} {sampled_tokens(self.sets[name])}"
-        if self._is_another(data):
+        known = self.progress["data"] in (None, self._data)  # None: of an earlier version
+        if self.progress["metric"] != self.metric or not known:  # a resumed run may use another set
             if self.progress["best_step"] is not None:
                 log.say(f"validation: '{self.metric}' is not what decided before; no best is known")
             self.progress.update(_NO_EVALUATION, metric=self.metric)
-        self.progress["data"] = data
+        self.progress["data"] = self._data
         earlier = {key: self.progress[key] for key in ("best", "best_step")}
         value = numbers[name].get(number or "loss", math.nan)  # no margin of good answers alone
         better = self._update_progress(step, value, -1 if number else 1)
@@ -257,10 +258,11 @@ class Validation:
                 f"evaluations; the run ends after step {step}"
             )
 
-    def _is_another(self, data: str) -> bool:
-        """Whether the number that decides, or its set, is not that of the run that is resumed."""
-        known = self.progress["data"] in (None, data)  # None: of an earlier version
-        return self.progress["metric"] != self.metric or not known
+    @cached_property
+    def _data(self) -> str:
+        """What tells the samples of the set that decides from others."""
+        decides = self.sets[self.metric.partition("/")[0]]
+        return f"{len(decides)} {sampled_tokens(decides)}"
 
     def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
         """What is logged of a set: `loss`, the mean over target tokens in nats, and `perplexity`.

@@ -59,16 +59,21 @@ def tiny(tmp_path: Path) -> Path:
 # ---- against real runs ---------------------------------------------------------------------
 
 
+def parts_of_a_step(recipe: Any, cfg: Any) -> tuple[Any, Any, Any, Any]:
+    """The world, a model, its optimizer and a batch of real steps."""
+    world = recipe.init_world()
+    net = recipe.load_model(cfg, world)
+    optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
+    tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
+    return world, net, optimizer, recipe.Batch(tokens, tokens.clone(), tokens.numel())
+
+
 def measured(model: Path, words: tuple[str, ...]) -> int:
     """Most bytes that PyTorch's allocator held on this rank in real steps."""
     recipe, cfg = read_config(model, *words)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        world = recipe.init_world()
-        net = recipe.load_model(cfg, world)
-        optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
-        tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
-        batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
+        world, net, optimizer, batch = parts_of_a_step(recipe, cfg)
         if (parts := cfg.sharding.context_parallel) > 1:
             batch = batch.cut(world.rank % parts, parts)
         stager = Stager(world)

@@ -12,7 +12,6 @@ import torch
 from benchmarks.estimate import STEP, _peak_within_steps
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import ShardingConfig
 from qfsdp.evaluation.heldout_loss import batch_losses
 from qfsdp.planning import preflight
@@ -22,7 +21,7 @@ from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.planning.preflight import check_memory
 from qfsdp.training.steps import StepClock
 from qfsdp.training.validation import ValidationConfig
-from tests.memory.test_estimate import load, read_config
+from tests.memory.test_estimate import load, parts_of_a_step, read_config
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG, TOY_PAIRS
@@ -36,11 +35,7 @@ def measured(model: Path) -> int:
     recipe, cfg = read_config(model, *WORDS)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        world = recipe.init_world()
-        net = recipe.load_model(cfg, world)
-        optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
-        tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
-        batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
+        world, net, optimizer, batch = parts_of_a_step(recipe, cfg)
         clock = recipe.StepClock(world.device)
         recipe.train_step(net, optimizer, None, [batch], 1.0, world, clock)
         for _ in range(3):

@@ -111,6 +111,7 @@ def test_an_answer_ends_at_the_original_context_of_longrope(
     assert printed[0] == expected_answer(cfg, said, new=3) + "\n"
 
 
+@pytest.mark.usefixtures("eager")
 def test_ctrl_c_stops_an_answer(
     recipe: ModuleType, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

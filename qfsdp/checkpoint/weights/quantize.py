@@ -137,7 +137,7 @@ def adapted_model(
 
 
 def stored_quantization(weights: ModelWeights) -> QuantizationConfig:
-    """In which an adapter's places can be looked up, whatever the format of the folder."""
+    """A config that agrees with the formats of the folder, so that adapters can be added."""
     formats = {*weights.formats.values()} - {"none"}
     own: list[Any] = sorted(formats - {"mxfp4"})  # beside experts in mxfp4 any other will do
     return QuantizationConfig(own[0] if own else "nf4" if formats else "none")

@@ -28,8 +28,8 @@ from qfsdp.common.progress import moved
 MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
 # Files of a model folder besides its weights.
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "*.md")
-# Written for the new weights; and torchtune's beside merged weights, whose base transformers would
-# load in place of the folder.
+# The first three are written for the new weights. torchtune leaves an adapter_config.json beside
+# merged weights, and transformers would load the base that it names in place of the folder.
 NOT_COPIED = ("config.json", INDEX, "qfsdp_packed.json", "adapter_config.json")
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

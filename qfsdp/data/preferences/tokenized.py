@@ -64,8 +64,8 @@ class Preferences:
     `parts`, the length of each, and `shared`: so many tokens at the beginning of the second are
     those of the first, and a packed row leaves them out. Labels are -100 in the prompt, and not
     shifted. An item with a label has one part, `desirable` (bool) and `mismatched`, a sample of the
-    same prompt with the answer of the next item, or where rows of one prompt are neighbours of a
-    later one: KTO estimates the KL divergence with it (arXiv:2402.01306).
+    same prompt with the answer of the next item, or of a later one if rows of one prompt are
+    neighbours. KTO estimates the KL divergence with it (arXiv:2402.01306).
 
     Args:
         samples: of `PreferenceRows`: two for each pair, or one with a label for each row.
@@ -337,8 +337,8 @@ def _joined(items: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _to_another_prompt(tokens: Any, begins: Integers, ends: Integers) -> int:
-    """How many items on the prompt is another one, for each of them: the most neighbours that have
-    the same. As many for all, so that each answer is taken once. 1 if all prompts are the same."""
+    """By how many items answers are moved, so that each meets another prompt: the length of the
+    longest run of one prompt. All are moved alike, so each is used once. 1: all prompts are one."""
     most = run = 1
     for (a, b), (c, d) in pairwise(zip(begins.tolist(), ends.tolist(), strict=True)):
         run = run + 1 if tokens[a:b].tobytes() == tokens[c:d].tobytes() else 1

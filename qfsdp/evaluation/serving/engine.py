@@ -174,7 +174,7 @@ class _Batch:
         greedy_tokens = likeliest(logits).tolist()
         going = []
         for row, of_row, token in zip(self.rows, logits, greedy_tokens, strict=True):
-            greedy = row.request.sampling.temperature == 0
+            greedy = row.request.sampling.is_greedy
             going.append(row.take(token if greedy else row.sampled(of_row)))
         self._keep(going)
 

@@ -15,6 +15,7 @@ import torch
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.modules.decoder_config import DecoderConfig, read_config
+from qfsdp.modules.decoder_parts import positions_of_answer
 from qfsdp.modules.families import FAMILIES, architecture_of
 
 Implementation = Literal["auto", "native", "transformers"]
@@ -73,9 +74,9 @@ class HubConfig:
     def most_positions(self, prompt: int) -> int:
         """As of `DecoderConfig`: tokens of a prompt and its answer together."""
         longropes = (rope for rope in self.ropes if rope.get("rope_type") == "longrope")
-        contexts = [rope.get("original_max_position_embeddings") for rope in longropes]
-        limits = [one for one in contexts if isinstance(one, int) and prompt <= one]
-        return min([self.max_position_embeddings, *limits])
+        given = [rope.get("original_max_position_embeddings") for rope in longropes]
+        contexts = [context for context in given if isinstance(context, int)]
+        return positions_of_answer(self.max_position_embeddings, contexts, prompt)
 
     def build(self, dtype: torch.dtype) -> Any:
         """transformers' module on the meta device, with all its parts. Raises `UserError`."""
