@@ -259,6 +259,28 @@ def test_null_in_arguments_stays_and_filled_keys_are_removed(tmp_path: Path, kin
     assert as_tools([]) is None and as_tools(None) is None and as_tools("[]") is None
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        [],
+        "No.",
+        [{"type": "refusal", "refusal": "No."}],
+        [{"type": "text", "text": "No."}],
+    ],
+)
+def test_a_refusal_is_the_text_of_its_answer(content: Any) -> None:
+    """OpenAI's API gives it in a field of its own, or as a part; the turn would be empty."""
+    turn = {
+        "role": "assistant",
+        "content": content,
+        "refusal": "Yes." if content == "No." else "No.",
+    }
+    assert as_message(turn) == {"role": "assistant", "content": "No."}
+    assert as_message(turn | {"refusal": None})["content"] == ("No." if content else "")
+
+
 @pytest.mark.parametrize("template", ["plain", "chatml", HERMES])
 @pytest.mark.parametrize("place", ["result", "arguments", "schema", "key", "question"])
 def test_tool_data_cannot_forge_a_turn(tmp_path: Path, template: str, place: str) -> None:

@@ -41,7 +41,7 @@ ROLES = {
 }
 """Role in OpenAI's, ShareGPT's or Gemini's format, in small letters -> role of a chat template."""
 
-_OWN_KEYS = ("role", "content", "from", "value", "function_call", "tool_calls")
+_OWN_KEYS = ("role", "content", "from", "value", "refusal", "function_call", "tool_calls")
 _CHOOSES = ("weight", "train", "training", "loss")
 """Keys that say whether a message is trained: OpenAI's, ours, Axolotl's, ms-swift's."""
 
@@ -75,6 +75,8 @@ def as_message(turn: Any) -> dict[str, Any]:
             f"value, with one of the roles {', '.join(ROLES)}"
         )
     content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
+    if content in (None, "", []) and openai:  # OpenAI's API has the text of a refusal beside it
+        content = turn.get("refusal") or content
     if name == "function_call":
         calls, content = from_json("a function_call", content), None
         calls = calls if isinstance(calls, list) else [calls]
@@ -197,9 +199,9 @@ def _content(content: Any) -> str | None:
     if isinstance(content, list):  # OpenAI's list of parts
         parts = [part if isinstance(part, Mapping) else {} for part in content]
         kinds = [part.get("type") for part in parts]
-        if others := [kind for kind in kinds if kind != "text"]:
+        if others := [kind for kind in kinds if kind not in ("text", "refusal")]:
             raise UserError(f"content that is not text ({others[0]!r}); expected text alone")
-        return "".join(text_of(part.get("text")) for part in parts)
+        return "".join(text_of(part.get(kind)) for part, kind in zip(parts, kinds, strict=True))
     return None if content is None else text_of(content)
 
 
