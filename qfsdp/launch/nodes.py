@@ -56,27 +56,24 @@ def set_rendezvous(args: Namespace, nodes: range) -> None:
 
 
 def wait_for_master(args: Namespace) -> None:
-    """Waits until the agent of node 0 can be reached, or with another rendezvous than static, until
-    the name of the endpoint's host is known; node 0 waits for nothing. Raises UserError: it cannot
+    """Waits until the name of the endpoint's host is known and, with a static rendezvous, until the
+    agent of node 0 can be reached; node 0 then waits for nothing. Raises UserError: it cannot
     within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the name is not known."""
-    if args.rdzv_backend != "static" and args.rdzv_endpoint:
-        return _wait_for_name(args.rdzv_endpoint)
-    if args.standalone or args.rdzv_backend != "static" or int(args.node_rank) == 0:
+    static = args.rdzv_backend == "static"
+    if args.standalone or (static and int(args.node_rank) == 0):
         return
     place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-    host, _, port = place.rpartition(":")
     limit = wait_seconds(args)
+    _wait_for_name("--rdzv_endpoint" if args.rdzv_endpoint else "--master_addr", place)
+    if not static:
+        return
+    host, _, port = place.rpartition(":")
     ended = time.monotonic() + limit
     with long_wait(f"waiting for the machine with --node_rank 0 at {place}, {limit} s at most"):
         while True:
             try:
                 socket.create_connection((host, int(port)), timeout=max(_PAUSE_S, 5)).close()
                 return
-            except socket.gaierror as error:
-                raise UserError(
-                    f"--master_addr: {host!r} is not known ({error.strerror}); expected the name "
-                    "or address of the machine with --node_rank 0"
-                ) from None
             except OSError as error:
                 if time.monotonic() > ended:
                     raise UserError(
@@ -87,8 +84,9 @@ def wait_for_master(args: Namespace) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _wait_for_name(endpoint: str) -> None:
-    """torchrun would ask for two minutes, and end with a trace of C++."""
+def _wait_for_name(flag: str, endpoint: str) -> None:
+    """torchrun would ask for two minutes, and end with a trace of C++. Raises UserError, with the
+    flag that has the name."""
     host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
     ended = time.monotonic() + NAME_WAIT_S
     with long_wait(f"waiting until the name {host!r} is known, {NAME_WAIT_S} s at most"):
@@ -99,8 +97,8 @@ def _wait_for_name(endpoint: str) -> None:
             except socket.gaierror as error:
                 if time.monotonic() > ended:
                     raise UserError(
-                        f"--rdzv_endpoint: {host!r} is not known ({error.strerror}); expected the "
-                        "name or address of one of the machines"
+                        f"{flag}: {host!r} is not known ({error.strerror}); expected the name or "
+                        "address of a machine of this run"
                     ) from None
             time.sleep(_PAUSE_S)
 

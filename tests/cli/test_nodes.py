@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,23 +84,32 @@ def test_a_machine_that_cannot_be_reached() -> None:
         wait_seconds(flags(rdzv_conf="read=1,timeout=soon"))
 
 
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--rdzv_endpoint", {"rdzv_backend": "c10d", "rdzv_endpoint": "nohost:29400"}),
+        ("--master_addr", {"node_rank": 1, "master_addr": "nohost", "rdzv_conf": "timeout=0"}),
+    ],
+)
 def test_a_name_that_nobody_knows_and_one_that_is_known_late(
-    monkeypatch: pytest.MonkeyPatch,
+    flag: str, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def getaddrinfo(host: str, port: None) -> None:
+    def getaddrinfo(host: str, *_: object) -> list[Any]:
         asked.append(host)
         if len(asked) < known_at:
             raise socket.gaierror(-2, "Name or service not known")
+        return []
 
     asked: list[str] = []
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    away = flags(rdzv_backend="c10d", rdzv_endpoint="nohost:29400")
+    away = flags(**words)
     known_at = 2
-    wait_for_master(away)
-    assert asked == ["nohost", "nohost"]
+    with nullcontext() if flag == "--rdzv_endpoint" else pytest.raises(UserError, match="reached"):
+        wait_for_master(away)
+    assert asked[:2] == ["nohost", "nohost"]
     known_at = 99
     monkeypatch.setattr(nodes, "NAME_WAIT_S", -1)
-    with pytest.raises(UserError, match="--rdzv_endpoint: 'nohost' is not known .Name or service"):
+    with pytest.raises(UserError, match=f"{flag}: 'nohost' is not known .Name or service"):
         wait_for_master(away)
 
 
