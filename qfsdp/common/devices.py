@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qfsdp.common.control_groups import core_limit
 from qfsdp.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,10 +35,12 @@ def check_system() -> None:
 
 
 def cores() -> int:
-    """The cores that this process may use; all of the machine where the system does not tell."""
+    """The cores that this process may use, at least 1; all of the machine where the system does not
+    tell."""
+    found = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        found = len(os.sched_getaffinity(0))
+    return min(found, core_limit() or found)
 
 
 def accelerator() -> torch.device | None:

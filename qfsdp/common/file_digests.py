@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from qfsdp.common.devices import cores
 from qfsdp.common.files import write_text
 from qfsdp.common.progress import moved
 
@@ -73,7 +73,7 @@ def range_digest(file: Path, start: int, size: int) -> str:
 
 def range_digests(ranges: Sequence[tuple[Path, int, int]]) -> list[str]:
     """`range_digest` of several ranges, in threads."""
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "digest") as pool:
+    with ThreadPoolExecutor(min(THREADS, cores()), "digest") as pool:
         return list(pool.map(lambda part: range_digest(*part), ranges))
 
 

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from qfsdp.common.devices import accelerator_count
+from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
 from qfsdp.launch.signals import forwarded_to_ranks
@@ -91,7 +91,7 @@ def number_of_ranks(nproc_per_node: str) -> int:
     above `MOST_RANKS_PER_CORE` for each core of the machine."""
     if nproc_per_node in RANK_WORDS:
         return local_world_size()
-    most = MOST_RANKS_PER_CORE * (os.cpu_count() or 1)
+    most = MOST_RANKS_PER_CORE * cores()
     if len(nproc_per_node) < 10 and _is_count(nproc_per_node) and int(nproc_per_node) <= most:
         return int(nproc_per_node)
     expected = f"a number from 1 to {most}, or one of {', '.join(RANK_WORDS)}"
@@ -156,13 +156,14 @@ def run_ranks(args: Namespace) -> None:
 
 
 def share_cores(count: int) -> None:
-    """Divides this machine's cores among `count` ranks, unless the user has set the variables.
+    """Divides the cores that this process may use among `count` ranks, unless the user has set the
+    variables.
 
     torchrun would give each rank one thread and warn. Inductor would start one compile process per
     core, up to 32, in every rank, and each imports torch: five compiled steps on two ranks and two
     cores took 94 s that way, and 77 s with one process, which is the rank itself.
     """
-    part = max(1, (os.cpu_count() or 1) // count)
+    part = max(1, cores() // count)
     os.environ.setdefault("OMP_NUM_THREADS", str(part))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(part, 32)))
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from qfsdp.common.control_groups import memory_limit
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.sizes import parse_size
 
-OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 REACHED = 0.8  # share of vendors' figures: large products, copies and rings reach 0.75 to 0.9
 
 # Columns: memory (GiB, as in PyTorch's out-of-memory messages: less than on the box), dense 16-bit
@@ -248,21 +247,9 @@ def device_memory_of(cfg: Any) -> int | None:
 
 def machine_memory() -> int:
     """Bytes of host memory for all processes of a run: the machine's, or less where a container or
-    a job of a cluster has a limit (control groups, versions 1 and 2)."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
-        number, names, path = line.split(":", 2)
-        if number == "0":
-            root, name = GROUPS, "memory.max"
-        elif "memory" in names.split(","):
-            root, name = GROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):  # one above may have the limit
-            with suppress(OSError, ValueError):  # no such file, or "max"
-                limits.append(int((root / group / name).read_text()))
-    return min(limits)
+    a job of a cluster has a limit."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, memory_limit() or physical)
 
 
 def available_memory() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from qfsdp.common.devices import accelerator_count
+from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import UserError
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def check_devices(devices: Sequence[str], ranks: int) -> None:
     64 ranks on two cores took 19 GB and did not come to their first step."""
     if devices and len(devices) < ranks:
         raise UserError(f"world_size: {ranks}; expected at most the {len(devices)} visible devices")
-    if not devices and ranks > (most := max(MOST_ON_A_CPU, os.cpu_count() or 1)):
+    if not devices and ranks > (most := max(MOST_ON_A_CPU, cores())):
         raise UserError(f"world_size: {ranks}; expected at most {most} ranks without accelerators")
 
 

@@ -49,7 +49,7 @@ def test_a_mac_computes_on_its_cpu(macos: None) -> None:
     assert init_world().device == torch.device("cpu")
     assert devices.device_words() == "cpu: mps lacks fp64 and sharding, which runs need"
     assert this_machine(SimpleNamespace(device_memory=None), 1)[1] == "cpu"
-    assert devices.cores() == os.cpu_count() and Reading().most_processes >= 1
+    assert devices.cores() <= (os.cpu_count() or 1) and Reading().most_processes >= 1
 
 
 @pytest.mark.long

@@ -116,7 +116,8 @@ def test_ranks_share_the_cores(
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is as before afterwards
         monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr("qfsdp.common.devices.core_limit", lambda: None)
     share_cores(ranks)
     assert [os.environ[name] for name in names] == [threads, compilers]
     monkeypatch.setenv(names[1], "7")

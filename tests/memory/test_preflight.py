@@ -192,30 +192,6 @@ def test_a_rank_on_the_cpu_has_its_share_of_host_memory(
     assert (hardware.device_memory, target) == (machine_memory() // 4, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("line", "files"),
-    [
-        ("0::/", {"memory.max": "8192"}),  # a container
-        ("0::/slurm/job_7/task_0", {"slurm/job_7/memory.max": "8192", "slurm/memory.max": "max"}),
-        ("4:memory:/docker/a", {"memory/memory.limit_in_bytes": "8192"}),  # of the host's names
-        ("3:cpu,memory:/job", {"memory/job/memory.limit_in_bytes": "8192"}),
-        ("1:cpu:/job", {}),
-    ],
-)
-def test_host_memory_is_what_a_container_or_a_job_may_take(
-    line: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = machine_memory()
-    (tmp_path / "own").write_text(f"1:name=systemd:/\n{line}\n")
-    for name, text in files.items():
-        file = tmp_path / "groups" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{text}\n")
-    monkeypatch.setattr("qfsdp.planning.hardware.OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr("qfsdp.planning.hardware.GROUPS", tmp_path / "groups")
-    assert machine_memory() == (8192 if files else whole)
-
-
 # ---- suggestions ---------------------------------------------------------------------------
 
 

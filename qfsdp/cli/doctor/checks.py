@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from qfsdp.common.devices import cores
 from qfsdp.common.files import free_bytes, nearest_existing, write_json
 from qfsdp.common.messages import first_line
 from qfsdp.launch.ranks import leave_process_group
@@ -103,8 +104,8 @@ def host(case: Case) -> str:
     total, available = machine_memory(), available_memory()
     disk, shared = free_bytes(Path.cwd()) or 0, free_bytes(Path("/dev/shm")) or 0
     figures = {"total": total, "available": available, "disk": disk, "shared": shared}
-    case.figures |= figures | {"cores": os.cpu_count(), "machine": platform.machine()}
-    text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB free, {os.cpu_count()} cores, "
+    case.figures |= figures | {"cores": cores(), "machine": platform.machine()}
+    text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB free, {cores()} cores, "
     text += f"disk {disk / 1e9:.1f} GB free, /dev/shm {shared / 1e9:.1f} GB free"
     if available < LEAST_MEMORY or disk < LEAST_DISK:
         raise Red(text)

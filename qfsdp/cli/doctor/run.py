@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.doctor.checks import CHECKS, Case
+from qfsdp.common.devices import cores
 from qfsdp.common.printable import is_secret
 
 MODULE = "qfsdp.cli.doctor.checks"
@@ -96,7 +97,7 @@ def _start(
             free.bind(("127.0.0.1", 0))
             base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         base |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        base.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+        base.setdefault("OMP_NUM_THREADS", str(max(1, cores() // size)))
     command = [sys.executable, "-m", MODULE, str(folder), str(ranks), str(seconds), *names]
     started = []
     for rank in range(size):
