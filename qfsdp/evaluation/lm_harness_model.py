@@ -20,6 +20,7 @@ from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate_all
 from qfsdp.evaluation.log_likelihood import log_likelihoods
+from qfsdp.evaluation.prompts import special_stops
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
@@ -148,7 +149,7 @@ class HarnessModel(TemplateLM):
             self._model,
             prompts,
             sampling,
-            self._stops,
+            self._stops | special_stops(self.tokenizer, until),
             self._world,
             self._batch_size,
             "answering",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,9 @@ def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
     if isinstance(tokenizer, HFTokenizer) and tokenizer.end_of_turn_id is not None:
         found.add(tokenizer.end_of_turn_id)
     return found
+
+
+def special_stops(tokenizer: Any, stops: Sequence[str]) -> set[int]:
+    """The stop strings that are special tokens: the text of an answer is without them."""
+    special = getattr(tokenizer, "special_tokens", {})
+    return {special[text] for text in stops if text in special}

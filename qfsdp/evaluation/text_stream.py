@@ -25,7 +25,9 @@ class TextStream:
         text = self._rest()
         if text.endswith("\ufffd"):  # part of a character
             return ""
-        self._start, self._done = self._done, len(self._ids)
+        if text:  # without text, as of a special token, it does not tell what a space before it is
+            self._start = self._done
+        self._done = len(self._ids)
         return text
 
     def end(self) -> str:

@@ -315,6 +315,22 @@ def test_logits_that_are_no_numbers_give_no_answer(temperature: float, tmp_path:
         assert tokens[0] >= 0 and tokens[1:].tolist() == [-1, -1]
 
 
+def test_a_stop_string_that_is_a_special_token(tmp_path: Path) -> None:
+    """The text has no special tokens, so that the string never came and the answer went on."""
+    model, sampling = load(write_tiny_model(tmp_path)), SamplingConfig(max_new_tokens=6)
+    answer = generate(model, [[1, 2, 3]], sampling, set(), CPU)[0]
+    special = {"<|call|>": answer[3]}
+    shown = SimpleNamespace(special_tokens=special, decode=lambda ids: "".join(map(chr, ids)))
+    pieces: Queue[Any] = Queue()
+    engine = Engine({"model": Model(model, shown, set())}, torch.device("cpu"), 1)
+    engine.start()
+    stops = ["nowhere", *special]
+    engine.submit(Request("model", [1, 2, 3], sampling, stops, pieces.put, math.inf))
+    *told, last = (pieces.get(timeout=60) for _ in range(answer.index(answer[3]) + 1))
+    assert (last.finish, last.tokens) == ("stop", len(told))
+    engine.stop()
+
+
 def test_randoms_are_uniform_and_depend_on_prompt_and_seed() -> None:
     sampling = SamplingConfig(max_new_tokens=500, temperature=1.0)
     draws = prompt_randoms(random_prompts(*[3] * 40), sampling)

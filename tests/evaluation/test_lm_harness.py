@@ -104,6 +104,34 @@ def test_texts_longer_than_the_model(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 @needs_lm_eval
+def test_a_stop_string_that_is_a_special_token(smollm2_dir: Path, tmp_path: Path) -> None:
+    """It is not in the text, where the answer is cut; generation has to end at it."""
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
+
+    folder = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, hidden_size=96)
+    model, tokenizer = load_model(folder, format="none"), hf_tokenizer(str(folder))
+    asked: dict[str, Any] = {"until": [], "max_gen_toks": 8}
+
+    def answer(lm: Any, until: list[str]) -> str:
+        (text,) = lm.generate_until(
+            requests("generate_until", [("Say.", asked | {"until": until})])
+        )
+        return str(text)
+
+    whole = answer(HarnessModel(model, tokenizer, set(), cpu_world(), 1), [])
+    file = folder / "tokenizer.json"
+    described = json.loads(file.read_text())
+    third = tokenizer.encode(whole, False, False)[3]
+    text = next(text for text, index in tokenizer.vocabulary.items() if index == third)
+    described["added_tokens"].append(described["added_tokens"][0] | {"id": third, "content": text})
+    file.unlink()
+    file.write_text(json.dumps(described))
+    expected = answer(hf(folder), [text])
+    found = answer(HarnessModel(model, hf_tokenizer(str(folder)), set(), cpu_world(), 1), [text])
+    assert found == expected and 0 < len(found) < len(whole)
+
+
+@needs_lm_eval
 def test_repeats_have_answers_of_their_own(smollm2_dir: Path, tmp_path: Path) -> None:
     """As of gsm8k_cot_self_consistency, which asks 64 times and takes the majority."""
     from qfsdp.evaluation.lm_harness_model import HarnessModel

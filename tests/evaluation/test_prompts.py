@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import decoders
 
 from qfsdp.common.errors import UserError
 from qfsdp.data import hf_tokenizer
@@ -100,6 +101,17 @@ def test_stream_gives_whole_characters(backend: Any, tmp_path: Path) -> None:
     pieces = [stream.push(token) for token in ids]
     assert "".join(pieces) == tokenizer.decode(ids) and stream.end() == ""
     assert pieces.count("") > 5 and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stream_keeps_a_space_after_a_special_token(tmp_path: Path) -> None:
+    backend = llama2_like()
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]  # as Llama 2
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, backend)))
+    text, special = (tokenizer.encode(one, False, False) for one in ("yes", "</s>"))
+    for ids in ([*text, *special, *text], [*special, *text, *special, *special, *text]):
+        stream = TextStream(tokenizer)
+        assert "".join(map(stream.push, ids)) == tokenizer.decode(ids)
 
 
 def test_stream_gives_an_incomplete_character_at_its_end(tmp_path: Path) -> None:

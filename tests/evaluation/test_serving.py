@@ -315,6 +315,10 @@ def test_mistakes(changes: dict[str, Any], message: str, server: Server) -> None
 def test_mistakes_in_conversations(server: Server) -> None:
     for messages, message in (
         ([], "messages: \\[\\] is not valid"),
+        (
+            [{"role": "user", "text": "a"}],
+            "is not valid; expected a list of messages with role and",
+        ),
         (["hi"], "expected a text, or a list of"),
         ([{"role": "king", "content": "a"}], "role 'king'"),
         (said("a") + [{"role": "assistant", "content": "b"}], "the last message is the assistant"),

@@ -37,6 +37,7 @@ from qfsdp.evaluation.generation import (
     sample_tokens,
     start,
 )
+from qfsdp.evaluation.prompts import special_stops
 from qfsdp.evaluation.text_stream import AnswerText
 from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.attention.request_cache import RequestCache
@@ -100,7 +101,8 @@ class _Row:
     """A request that waits or runs, and its answer so far."""
 
     def __init__(self, request: Request, model: Model) -> None:
-        self.request, self._stop_ids = request, model.stop_ids
+        self.request = request
+        self._stop_ids = model.stop_ids | special_stops(model.tokenizer, request.stops)
         self._text = AnswerText(model.tokenizer, request.stops)
         self.tokens = 0
         self.last = 0  # the newest token

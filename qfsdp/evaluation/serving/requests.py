@@ -19,6 +19,7 @@ OF_SAMPLING = ("temperature", "top_p", "seed")
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256
 # Fields that change nothing here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
+IGNORED |= {"prompt_cache_retention", "prompt_cache_options", "prediction"}
 # Fields that are allowed with the value that changes nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -32,9 +33,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
-    "function_call": ("none",),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
 }
@@ -118,6 +119,19 @@ def _are_stops(value: Any) -> bool:
     )
 
 
+def _are_messages(value: Any) -> bool:
+    """Without content a prompt would be answered as an empty one; an answer may have calls alone.
+    What else is wrong with a message is told by its number, see `as_message`."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and not any(
+            isinstance(one, dict) and one.get("role") != "assistant" and one.get("content") is None
+            for one in value
+        )
+    )
+
+
 FLAG: tuple[Callable[[Any], bool], str] = (lambda v: isinstance(v, bool), "true or false")
 OF_STREAMS = {f"stream_options.{name}": FLAG for name in ("include_usage", "include_obfuscation")}
 
@@ -138,7 +152,7 @@ def _fields(chat: bool, most: int) -> dict[str, tuple[Any, str]]:
     }
     if not chat:
         return fields | {"prompt": (_is_prompt, "one text, or one list of token ids")}
-    messages = (lambda v: isinstance(v, list) and v, "a list of messages with role and content")
+    messages = (_are_messages, "a list of messages with role and content")
     return fields | {"messages": messages, "max_completion_tokens": length}
 
 
