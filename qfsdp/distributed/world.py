@@ -16,6 +16,7 @@ from qfsdp.common.long_waits import long_wait
 from qfsdp.distributed.exchange import World as World
 from qfsdp.distributed.strategy import ShardingConfig as ShardingConfig
 from qfsdp.distributed.strategy import mesh_shape, needs_fsdp
+from qfsdp.launch.nodes import wait_for_name
 from qfsdp.launch.watchdog import DistributedConfig as DistributedConfig
 
 
@@ -55,8 +56,8 @@ def init_world(
 
     Raises:
         UserError: this machine has fewer accelerators than processes, the environment has only
-            some of torchrun's variables, or `sharding.replicate` and `sharding.shard` do not give
-            the number of processes.
+            some of torchrun's variables, `MASTER_ADDR` is a name that no machine has, or
+            `sharding.replicate` and `sharding.shard` do not give the number of processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -78,6 +79,9 @@ def init_world(
         if size > 1 and (missing := [name for name in needed if name not in os.environ]):
             given = f"WORLD_SIZE: {size} in the environment, without {', '.join(missing)}"
             raise UserError(f"{given}; expected all that torchrun sets, or `unset WORLD_SIZE`")
+        if size > 1:
+            place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            wait_for_name("MASTER_ADDR", place)
         # With an explicit device NCCL connects now, not in the first collective.
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
         options["timeout"] = timeout

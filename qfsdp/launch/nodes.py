@@ -64,7 +64,7 @@ def wait_for_master(args: Namespace) -> None:
         return
     place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
     limit = wait_seconds(args)
-    _wait_for_name("--rdzv_endpoint" if args.rdzv_endpoint else "--master_addr", place)
+    wait_for_name("--rdzv_endpoint" if args.rdzv_endpoint else "--master_addr", place)
     if not static:
         return
     host, _, port = place.rpartition(":")
@@ -84,9 +84,9 @@ def wait_for_master(args: Namespace) -> None:
             time.sleep(_PAUSE_S)
 
 
-def _wait_for_name(flag: str, endpoint: str) -> None:
-    """torchrun would ask for two minutes, and end with a trace of C++. Raises UserError, with the
-    flag that has the name."""
+def wait_for_name(flag: str, endpoint: str) -> None:
+    """torchrun would ask for two minutes, a rank for ten, each with traces of C++. Raises UserError,
+    with the flag or variable that has the name."""
     host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
     ended = time.monotonic() + NAME_WAIT_S
     with long_wait(f"waiting until the name {host!r} is known, {NAME_WAIT_S} s at most"):

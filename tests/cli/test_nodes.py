@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from qfsdp.common.errors import UserError
+from qfsdp.distributed.world import init_world
 from qfsdp.launch import nodes
 from qfsdp.launch.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
 from qfsdp.launch.ranks import numbers_of_nodes
@@ -111,6 +112,16 @@ def test_a_name_that_nobody_knows_and_one_that_is_known_late(
     monkeypatch.setattr(nodes, "NAME_WAIT_S", -1)
     with pytest.raises(UserError, match=f"{flag}: 'nohost' is not known .Name or service"):
         wait_for_master(away)
+
+
+def test_a_rank_whose_environment_has_such_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked for ten minutes."""
+    monkeypatch.setattr(nodes, "NAME_WAIT_S", -1)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-machine.invalid")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="^MASTER_ADDR: 'no-such-machine.invalid' is not known"):
+        init_world()
 
 
 @pytest.mark.long
