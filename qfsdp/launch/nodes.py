@@ -85,7 +85,7 @@ def wait_for_master(args: Namespace) -> None:
 
 
 def wait_for_name(flag: str, endpoint: str) -> None:
-    """torchrun would ask for two minutes, a rank for ten, each with traces of C++. Raises UserError,
+    """torchrun would ask for two minutes and a rank for ten, with traces of C++. Raises UserError,
     with the flag or variable that has the name."""
     host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
     ended = time.monotonic() + NAME_WAIT_S

@@ -4,7 +4,7 @@ training, and the run would end at the first evaluation."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -15,7 +15,9 @@ from qfsdp.config.load import get_key
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import summed_loss
 from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.modules.adapters.several import AdapterRows
 from qfsdp.modules.score_head import score_head
+from qfsdp.planning.estimate import adapters_of
 from qfsdp.planning.predict import Predictor
 from qfsdp.training.scores import last_scores
 from qfsdp.training.steps import StepClock
@@ -26,11 +28,11 @@ def check_held_out(predict: Predictor) -> None:
     that are no larger than the micro-batches of training are not looked at."""
     cfg = predict.cfg
     size = get_key(cfg, "validation.batch_size")
-    several = hasattr(cfg, "adapters")  # they train together, and are evaluated one by one
-    if size is None or not cfg.validation.sets or size <= cfg.batch_size or several:
+    together = adapters_of(cfg)  # they train together, and are evaluated one by one
+    if size is None or not cfg.validation.sets or size <= cfg.batch_size * together:
         return
     alone = {"global_batch_size": None, "optimizer_in_backward": False}
-    larger = {"batch_size": size, "gradient_accumulation_steps": 1}
+    larger = {"batch_size": -(-size // together), "gradient_accumulation_steps": 1}
     larger |= {key: value for key, value in alone.items() if hasattr(cfg, key)}
     found = replace(predict, cfg=replace(cfg, **larger), train_step=held_out_step)({})
     if found.fits(predict.hardware):
@@ -53,6 +55,8 @@ def held_out_step(
     **_: Any,
 ) -> dict[str, float]:
     """What an evaluation does with its batches, in place of a recipe's `train_step`."""
+    if (rows := cast(AdapterRows | None, getattr(model, "adapter_rows", None))) is not None:
+        rows.counts = [int(name == rows.names[0]) for name in rows.names]  # all are the first's
     with clock.phase("validation"), evaluating(model):
         for batch in batches:
             (summed_loss if score_head(model) is None else last_scores)(model, batch)

@@ -27,6 +27,7 @@ from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG, TOY_PAIRS
 
 pytestmark = pytest.mark.usefixtures("eager")
+SEVERAL = "adapters: {{one: {{rank: 4}}, two: {{rank: 8}}}}\n"
 WORDS = ("batch_size=32", "gradient_accumulation_steps=1")
 
 
@@ -64,6 +65,7 @@ def test_an_evaluation_takes_the_estimated_memory(
         pytest.param("qdora_distributed", TOY_CONFIG, marks=pytest.mark.long),
         pytest.param("dpo_distributed", TOY_PAIRS, marks=pytest.mark.long),
         ("reward_distributed", TOY_PAIRS),
+        pytest.param("several_adapters", TOY_CONFIG + SEVERAL, marks=pytest.mark.long),
     ],
 )
 def test_one_that_does_not_fit_is_refused(recipe: str, config: str, tmp_path: Path) -> None:
