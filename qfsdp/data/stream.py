@@ -282,12 +282,17 @@ def step_loader(dataset: Any, **options: Any) -> Loader:
     """
     if isinstance(dataset, StreamedDataset):
         return StreamLoader(dataset, **options)
-    samples, limit = getattr(dataset, "dataset", dataset), options.get("max_seq_len")
+    check_targets("dataset", getattr(dataset, "dataset", dataset), options.get("max_seq_len"))
+    return StepLoader(dataset, **options)
+
+
+def check_targets(key: str, samples: Any, limit: int | None) -> None:
+    """Raises UserError: no row of a tokenized dataset has a target among its first `limit` tokens;
+    `key` is its place in the config. Other datasets, and those without rows, are not looked at."""
     counted = isinstance(samples, TokenizedDataset) and limit is not None and len(samples) > 0
     if counted and not any(some.any() for some in samples.have_targets(limit)):
         found = f"none of {len(samples):,} rows has a target within max_seq_len {limit}"
-        raise UserError(f"dataset: {found}; expected a larger max_seq_len, or shorter prompts")
-    return StepLoader(dataset, **options)
+        raise UserError(f"{key}: {found}; expected a larger max_seq_len, or shorter prompts")
 
 
 def packed(dataset: Any, max_seq_len: int, seed: int) -> PackedDataset | StreamedDataset:

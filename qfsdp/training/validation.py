@@ -37,6 +37,7 @@ from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
+from qfsdp.data.stream import check_targets
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss, perplexity
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
@@ -86,9 +87,8 @@ class ValidationConfig:
         if self.lm_eval.tasks and not self.sets:
             raise InvalidField("sets", {}, "at least one set beside lm_eval.tasks")
         if self.metric is not None and self.metric.partition("/")[0] not in self.sets:
-            expected = (
-                f"one of {', '.join(self.sets)}, or null" if self.sets else "null without sets"
-            )
+            names = ", ".join(self.sets)
+            expected = f"one of {names}, or null" if self.sets else "null without sets"
             raise InvalidField("metric", self.metric, expected)
 
 
@@ -117,9 +117,8 @@ class Validation:
         self._config: ValidationConfig = cfg.validation
         self._world, self._output_dir = world, output_dir
         self._batch_size: int = self._config.batch_size or cfg.batch_size
-        self._cfg = cfg
+        self._cfg, self._total_steps = cfg, total_steps
         self.sets: dict[str, MapDataset] = {}
-        self._total_steps = total_steps
         check_length(getattr(cfg, "lr_scheduler", None), total_steps)
         self.progress: dict[str, Any] = {"step": None, "data": None} | _NO_EVALUATION
         if not self._config.sets:
@@ -129,10 +128,9 @@ class Validation:
             raise UserError(
                 f"validation.metric: '{self.metric}'; expected {', '.join(expected)} or null"
             )
-        tokenizer = cfg.tokenizer.build()
+        self._tokenizer = tokenizer = cfg.tokenizer.build()
         rows = cfg.model.any_config().vocab_size
         self._pad_id: int = tokenizer.pad_id
-        self._tokenizer = tokenizer
         self._tasks = load_likelihood_tasks("validation", self._config.lm_eval)
         for name, component in self._config.sets.items():
             self.sets[name] = self._read(f"validation.sets.{name}", component, tokenizer, rows)
@@ -141,7 +139,9 @@ class Validation:
 
     def _read(self, key: str, component: Component, tokenizer: Any, rows: int) -> MapDataset:
         """A held-out set; samples, or packs."""
-        dataset = self._first(build_dataset(key, component, tokenizer, rows))
+        dataset = build_dataset(key, component, tokenizer, rows)
+        check_targets(key, dataset, self._cfg.max_seq_len)
+        dataset = self._first(dataset)
         if self._cfg.packed:
             return PackedDataset(dataset, self._cfg.max_seq_len, self._cfg.seed)
         return dataset

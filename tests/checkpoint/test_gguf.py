@@ -112,6 +112,8 @@ NAMES = {
     **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
     **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
     **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 
 
@@ -129,7 +131,14 @@ def as_in_transformers(fields: dict[str, Any], tensors: dict[str, Any]) -> dict[
             rows = value.numpy().reshape(len(value), -1)
             value = torch.from_numpy(interleaved_to_halves(rows, count).copy()).view(value.shape)
         prefix = f"model.layers.{block[1]}." if block else ""
-        found[f"{prefix}{NAMES[stem]}.{suffix}"] = value
+        if stem == "ffn_up_exps":
+            continue
+        if stem == "ffn_gate_exps":
+            up = values(tensors[name.replace(stem, "ffn_up_exps")])
+            found[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat([value, up], 1)
+        else:
+            end = "" if stem == "ffn_down_exps" else f".{suffix}"
+            found[f"{prefix}{NAMES[stem]}{end}"] = value
     return found
 
 

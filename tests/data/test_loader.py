@@ -16,7 +16,7 @@ from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.loader import StepLoader, collate, tokens_and_labels
 from qfsdp.data.row_tokenizer import TokenizedDataset
-from qfsdp.data.stream import step_loader
+from qfsdp.data.stream import check_targets, step_loader
 from qfsdp.data.tokenizer import hf_tokenizer
 
 PAD = 0
@@ -270,5 +270,7 @@ def test_rows_whose_prompt_leaves_no_target(monkeypatch: pytest.MonkeyPatch) -> 
     options = {"batch_size": 1, "gradient_accumulation_steps": 1, "rank": 0, "world_size": 1}
     options |= {"seed": 0, "pad_id": 0}
     assert step_loader(dataset, max_seq_len=2, **options).steps_per_epoch == 5
+    with pytest.raises(UserError, match="^validation.sets.x: none of 5 rows has a target within"):
+        check_targets("validation.sets.x", dataset, 1)
     with pytest.raises(UserError, match="none of 5 rows has a target within max_seq_len 1; expect"):
         step_loader(dataset, max_seq_len=1, **options)

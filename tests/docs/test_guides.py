@@ -27,6 +27,7 @@ SMALL = (
     *("max_seq_len=128", "batch_size=1", "gradient_accumulation_steps=1", "max_steps=2"),
     "lr_scheduler.num_warmup_steps=0",
 )
+ADAPTERS = {"first": "dora", "a": "lora", "b": "lora"}  # of runs that guides name
 ROWS = {
     "my_data.jsonl": {"instruction": "Add.", "input": "2 + 3", "output": "5"},
     "questions.jsonl": {"question": "2 + 3?", "answer": "It is 5"},
@@ -73,23 +74,28 @@ def is_python(block: str) -> bool:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
-    """A folder with a tiny model, an adapter for it, and data."""
+    """A folder with a tiny model, adapters for it, and data."""
     folder = tmp_path_factory.mktemp("guides")
-    write_tiny_model_with_tokenizer(folder / "tiny", smollm2_dir, intermediate_size=256)
+    write_tiny_model_with_tokenizer(
+        folder / "tiny", smollm2_dir, intermediate_size=256, max_position_embeddings=4096
+    )
     for name, row in ROWS.items():
         (folder / name).write_text((json.dumps(row) + "\n") * 80)
     first = "run recipes/qdora_distributed --config configs/llama3_8b_qdora.yaml model.path=tiny"
-    qfsdp([*first.split(), "dataset.source=my_data.jsonl", "output_dir=first", *SMALL], folder)
+    for name, method in ADAPTERS.items():
+        words = ["dataset.source=my_data.jsonl", f"output_dir={name}", f"adapter.method={method}"]
+        qfsdp([*first.split(), *words, *SMALL], folder)
     return folder
 
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new working folder with the same content; the adapter is where the first guide puts it."""
+    """A new working folder with the same content; the adapters are where the guides put them."""
     for file in ("tiny", *ROWS):
         (tmp_path / file).symlink_to(made / file)
-    (tmp_path / "runs/first").mkdir(parents=True)
-    (tmp_path / "runs/first/adapter").symlink_to(made / "first/adapter")
+    for name in ADAPTERS:
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "adapter").symlink_to(made / name / "adapter")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -124,7 +130,8 @@ def small(words: list[str]) -> tuple[str, ...]:
         return ("group_size=64",)
     if recipe == "recipes/sweep":
         cells = "overrides=[model.path=tiny,max_seq_len=128,dataset.source=questions.jsonl]"
-        return (cells, "grid={batch_size: [1]}", "points=[]", "published=null")
+        gpu = ["gpu=h100"] if "70b_machines" in str(words) else []  # its points name them
+        return (cells, "grid={batch_size: [1]}", "points=[]", "published=null", *gpu)
     if recipe == "recipes/generate":
         return ("sampling.max_new_tokens=4",)
     if recipe == "recipes/evaluate":

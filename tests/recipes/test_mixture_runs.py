@@ -106,10 +106,11 @@ def test_greedy_answers_before_and_after_a_merge(
         "merged": [f"model.path={merged}", "model.dtype=fp32", "quantization.format=none"],
         "base": base,
     }
+    theirs = ["tokenizer._component_=qfsdp.data.hf_tokenizer", f"tokenizer.path={model}"]
     answers = {}
     for name, way in ways.items():
         output = tmp_path / f"{name}.jsonl"
-        by_recipe("generate", [*config, *way, f"tokenizer.path={model}", f"output={output}"])
+        by_recipe("generate", [*config, *way, *theirs, f"output={output}"])
         answers[name] = [line["completion"] for line in json_lines(output)]
     assert answers["adapter"] == answers["merged"]
     assert answers["adapter"] != answers["base"], "the adapter changed nothing"
