@@ -30,12 +30,13 @@ _RANK_0_GOES_FIRST_S = 2.0
 class UserError(Exception):
     """A user's mistake in one line: `<key or file>: <value> ...; expected ...`.
 
-    Recipes print it as `error: <message>` and exit with status 2, without a traceback.
+    Several mistakes in one config are a line each. Recipes print each line as `error: <line>` and
+    exit with status 2, without a traceback.
     """
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks (IPython) show in place of a traceback."""
-        return [f"error: {self}"]
+        return [f"error: {line}" for line in str(self).splitlines()]
 
 
 class InvalidField(ValueError):
@@ -91,7 +92,8 @@ def user_errors() -> Iterator[None]:
         sys.stdout.flush()
         if not _is_told(text):
             prefix = "" if rank == "0" else f"rank {rank}: "
-            print(f"error: {prefix}{text}", file=sys.stderr, flush=True)
+            lines = (f"error: {prefix}{line}" for line in text.split("\n"))
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)

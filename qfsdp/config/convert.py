@@ -53,11 +53,9 @@ def defaults(schema: type) -> dict[str, Any]:
     return tree
 
 
-def overlay(
-    schema: type, below: dict[str, Any], above: dict[str, Any], prefix: str = ""
-) -> dict[str, Any]:
-    """`above` over `below`: sections key by key, components as `onto_component`. Raises UserError:
-    a section is something else. Interpolations of its keys would fail later."""
+def overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`: sections key by key, components as `onto_component`. What is no section
+    where one is expected stays, for `mistakes` to report."""
     hints = get_type_hints(schema)
     # In the schema's order: interpolations are resolved in it, and the first error is reported.
     order = [name for name in hints if name in below or name in above]
@@ -71,12 +69,9 @@ def overlay(
             emptied = high is None and (get_origin(kind) or kind) is dict
             tree[name] = low if emptied else onto_component(low, high)
         elif isinstance(high, dict):
-            low = low if low is not None else defaults(section)
-            tree[name] = overlay(section, low, high, join_key(prefix, name))
+            tree[name] = overlay(section, low if low is not None else defaults(section), high)
         elif high is None and not is_union(kind):  # `adapter:` with every line commented out
             tree[name] = low
-        elif high is not None and "${" not in str(high):
-            build_section(section, high, join_key(prefix, name))  # raises
     return tree
 
 
@@ -84,28 +79,63 @@ COMPONENT_WORDS = "a mapping with _component_"
 _PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 
 
-class UnknownKey(Exception):
-    """A key that its section does not have; `siblings` are the keys that it has."""
+def mistakes(root: type, kind: Any, value: Any, key: str = "") -> Iterator[str]:
+    """What is wrong with the names of a config at any depth: a line for each unknown key, and for
+    each value where a section is expected. Interpolations may be unresolved.
 
-    def __init__(self, prefix: str, name: str, value: Any, siblings: list[str]) -> None:
-        super().__init__(name)
-        self.prefix, self.name, self.value, self.siblings = prefix, name, value, siblings
+    Args:
+        root: the schema of the whole config, whose keys may be meant.
+        kind: the type of `value`, which stands at `key`.
+    """
+    if is_union(kind) and section_of(kind) is None:
+        shapes = [member for member in get_args(kind) if _takes_shape(member, value)]
+        kind = shapes[0] if len(shapes) == 1 else None
+    if (section := section_of(kind)) is not None:
+        if isinstance(value, dict):
+            hints, names = get_type_hints(section), section_names(section)
+            unknown = [name for name in value if name not in names]
+            yield from (_unknown(root, key, str(name), value[name], names) for name in unknown)
+            for name in (name for name in value if name in names):
+                yield from mistakes(root, hints[name], value[name], join_key(key, name))
+        elif "${" not in str(value) and not (value is None and is_union(kind)):
+            yield str(_no_section(section, value, key))
+    elif isinstance(value, list) and (get_origin(kind) or kind) is list:
+        for at, entry in enumerate(value):
+            yield from mistakes(root, (*get_args(kind), Any)[0], entry, f"{key}[{at}]")
+    elif isinstance(value, dict) and (get_origin(kind) or kind) is dict:
+        for name, entry in value.items():
+            yield from mistakes(root, (*get_args(kind), Any)[-1], entry, join_key(key, str(name)))
+
+
+def section_names(schema: Any) -> list[str]:
+    """The keys of a section."""
+    return [entry.name for entry in fields(schema) if entry.init]
+
+
+def _no_section(schema: Any, value: Any, key: str) -> UserError:
+    expected = f"a section with the keys {', '.join(section_names(schema))}"
+    return UserError(f"{not_valid(key, value, expected)}{in_words(answer_to(key, value))}")
 
 
 def build_section(schema: Any, tree: Any, prefix: str) -> Any:
     """Builds one section: checks names first, then values, then calls its `check()`."""
-    names = [entry.name for entry in fields(schema) if entry.init]
+    names = section_names(schema)
     if not isinstance(tree, dict):
-        expected = f"a section with the keys {', '.join(names)}"
-        raise UserError(f"{not_valid(prefix, tree, expected)}{in_words(answer_to(prefix, tree))}")
+        raise _no_section(schema, tree, prefix)
     hints = get_type_hints(schema)
-    for name in tree:
-        if name not in names:
-            raise UnknownKey(prefix, str(name), tree[name], names)
+    if unknown := next((str(name) for name in tree if name not in names), None):
+        raise UserError(_unknown(schema, prefix, unknown, tree[unknown], names))
+    wrong, values = list[str](), dict[str, Any]()
     for name in names:
-        if tree.get(name, "???") == "???":  # OmegaConf's mark for "must be given"
-            raise required(join_key(prefix, name))
-    values = {name: _convert(hints[name], tree[name], join_key(prefix, name)) for name in names}
+        key = join_key(prefix, name)
+        try:
+            if tree.get(name, "???") == "???":  # OmegaConf's mark for "must be given"
+                raise required(key)
+            values[name] = _convert(hints[name], tree[name], key)
+        except UserError as error:
+            wrong += str(error).splitlines()
+    if wrong:
+        raise UserError("\n".join(wrong))
     try:
         section = schema(**values)
         if hasattr(section, "check"):
@@ -242,16 +272,16 @@ def _expected(kind: Any) -> str:
     return TYPE_WORDS.get(base, "a section" if is_dataclass(base) else str(base))
 
 
-def explain_unknown(root: type, unknown: UnknownKey) -> str:
+def _unknown(root: type, prefix: str, name: str, value: Any, siblings: list[str]) -> str:
     """The message for an unknown key: its name in qfsdp if another project has it, or a similar
-    key."""
-    key, known = join_key(unknown.prefix, unknown.name), list(schema_keys(root))
+    key; `siblings` are the keys of its section."""
+    key, known = join_key(prefix, name), list(schema_keys(root))
     message = f"unknown key '{key}'"
-    if answer := answer_to(key, unknown.value) or answer_to(unknown.name, unknown.value):
+    if answer := answer_to(key, value) or answer_to(name, value):
         return message + in_words(answer, has_key(root, answer.partition("=")[0]))
-    elsewhere = [name for name in known if name.rpartition(".")[2] == unknown.name]
-    sibling = nearest(unknown.name, unknown.siblings)
-    near = elsewhere[0] if elsewhere else sibling and join_key(unknown.prefix, sibling)
+    elsewhere = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
+    sibling = nearest(name, siblings)
+    near = elsewhere[0] if elsewhere else sibling and join_key(prefix, sibling)
     return message + did_you_mean(near or nearest(key, known) or _nearest_leaf(key, known))
 
 

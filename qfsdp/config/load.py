@@ -26,24 +26,24 @@ from qfsdp.common.messages import did_you_mean, first_line, join_key, required
 from qfsdp.common.printable import masked, masked_word, redacted
 from qfsdp.config.component import Component
 from qfsdp.config.convert import (
-    UnknownKey,
     build_section,
     check_values,
     defaults,
-    explain_unknown,
     holds_text,
+    mistakes,
     onto_component,
     overlay,
     plain_tree,
     schema_keys,
 )
-from qfsdp.config.interpolations import resolve
+from qfsdp.config.interpolations import MULTIPLY, resolve
 from qfsdp.config.recipe_files import similar_name
 from qfsdp.config.right_forms import not_understood
 
 T = TypeVar("T")
 _NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)
 MOST_CHARACTERS = 1 << 20  # of a config file
+MOST_LINES = 100  # of an error; a data file given as the config would have thousands
 _KEPT = "_from_environment"  # attribute of a config: place -> interpolation, and what it gave
 
 
@@ -73,22 +73,32 @@ def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
     except RecursionError:
         raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
     except OmegaConfBaseException as error:
-        reason = first_line(error)
+        if MULTIPLY not in (reason := first_line(error)):
+            _check_names(schema, tree)  # ${adapter.rank} of `adapter: qlora`
         missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
         if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
             raise required(name) from None
         raise UserError(redacted(f"{error.full_key}: {reason}")) from None
+    _check_names(schema, resolved)
     try:
         check_values(resolved)
         config = build_section(schema, resolved, "")
-    except UnknownKey as error:
-        raise UserError(explain_unknown(schema, error)) from None
     except UserError as error:
         raise UserError(redacted(str(error))) from None
     built = plain_tree(config)
     kept = {path: (text, _at(built, path)) for path, text in from_environment.items()}
     object.__setattr__(config, _KEPT, kept)
     return config
+
+
+def _check_names(schema: type, tree: dict[str, Any]) -> None:
+    """Raises UserError with a line for each of the `mistakes`, so that the config of another
+    project is told as a whole."""
+    wrong = list(mistakes(schema, schema, tree))
+    if len(wrong) > MOST_LINES:
+        wrong[MOST_LINES:] = [f"... and {len(wrong) - MOST_LINES:,} more"]
+    if wrong:
+        raise UserError(redacted("\n".join(wrong)))
 
 
 def required_config() -> UserError:

@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.messages import flat
+from qfsdp.common.messages import first_line, flat
 from qfsdp.config.load import load_config, resolved_yaml
 from qfsdp.config.recipe_files import find_config
 from qfsdp.config.tool_config import Training
@@ -172,7 +172,7 @@ def _cell(
     except UserError as error:
         if not together:
             raise UserError(f"{place}: {error}") from None
-        refused = str(error)
+        refused = first_line(error)
     content = words if cfg is None else resolved_yaml(cfg)
     text = json.dumps([content, own, about], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -122,6 +122,35 @@ def test_messages(word: str, message: str) -> None:
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_whole_config_of_another_project_is_told_at_once(tmp_path: Path) -> None:
+    """Its keys, the section that is a word there, and an override, which a value refers to."""
+    file = tmp_path / "axolotl.yml"
+    file.write_text(
+        "base_model: org/name\nadapter: qlora\nlora_r: 8\nmodel: {hidden: 1}\n"
+        "output_dir: runs/${adapter.rank}\n"
+    )
+    with pytest.raises(UserError) as error:
+        load_config(QDORA, ["--config", str(file), "micro_batch_size=2"])
+    lines = str(error.value).splitlines()
+    assert lines[0] == "unknown key 'base_model'; here it is 'model.path'"
+    for line in (
+        "unknown key 'lora_r'; here it is 'adapter.rank'",
+        "unknown key 'micro_batch_size'; here it is 'batch_size'",
+    ):
+        assert line in lines
+    assert any(line.startswith("unknown key 'model.hidden'") for line in lines)
+    assert any(line.startswith("adapter: 'qlora' is not valid") for line in lines)
+    assert len(lines) == 5
+
+
+def test_wrong_values_are_told_at_once() -> None:
+    words = ["batch_size=two", "adapter.rank=r", "epochs=3.0", "compile=4"]
+    with pytest.raises(UserError) as error:
+        load_config(QDORA, ["--config", str(ROOT / CONFIGS[QDORA]), *words])
+    keys = {line.partition(":")[0] for line in str(error.value).splitlines()}
+    assert keys == {"batch_size", "adapter.rank", "epochs", "compile"}
+
+
 # Keys of example configs that the projects publish, and of the arguments of their trainers.
 PUBLISHED = {
     "Axolotl": """adapter base_model bf16 chat_template dataset_prepared_path datasets debug
