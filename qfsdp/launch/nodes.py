@@ -20,6 +20,9 @@ from qfsdp.common.long_waits import long_wait
 WAIT_S = 600  # for the other machines; torchrun's own limit
 NAME_WAIT_S = 60  # for a name: a cluster may know those of its machines some seconds late
 PORT = 29500  # torchrun's --master_port
+# Of a run on one machine. torchrun would ask for the machine's own name, which in a container may
+# be that of no address: ranks waited five minutes for their store.
+LOOPBACK = "127.0.0.1"
 _PAUSE_S = 0.5
 
 
@@ -45,6 +48,7 @@ def set_rendezvous(args: Namespace, nodes: range) -> None:
     args.master_port = args.master_port or PORT
     if most == 1:
         args.standalone = True  # a free port, so that several runs can share a machine
+        args.local_addr = args.local_addr or LOOPBACK
     elif args.rdzv_backend != "static":
         # torchrun would take localhost, and every machine would wait for the others on its own.
         args.rdzv_endpoint = f"{args.master_addr}:{args.master_port}"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
+from qfsdp.launch.nodes import LOOPBACK
 from qfsdp.launch.signals import forwarded_to_ranks
 from qfsdp.launch.watchdog import HANG_STATUS
 
@@ -140,7 +141,8 @@ def run_ranks_here(count: int, recipe_file: str, argv: Sequence[str]) -> None:
     from torch.distributed.run import parse_args
 
     recipe = os.path.abspath(recipe_file)
-    run_ranks(parse_args(["--standalone", "--nproc_per_node", str(count), recipe, *argv]))
+    flags = ["--standalone", "--local_addr", LOOPBACK, "--nproc_per_node", str(count)]
+    run_ranks(parse_args([*flags, recipe, *argv]))
 
 
 def run_ranks(args: Namespace) -> None:

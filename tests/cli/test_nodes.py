@@ -36,6 +36,7 @@ def flags(nnodes: str = "2", node_rank: int = 0, **changes: object) -> Namespace
         "rdzv_endpoint": "",
         "rdzv_backend": "static",
         "rdzv_conf": "",
+        "local_addr": None,
         "master_addr": "127.0.0.1",
         "master_port": None,
         "standalone": False,
@@ -46,7 +47,9 @@ def flags(nnodes: str = "2", node_rank: int = 0, **changes: object) -> Namespace
 
 
 def test_flags_are_completed() -> None:
-    assert flags("1").standalone
+    alone = flags("1")
+    assert alone.standalone and alone.local_addr == "127.0.0.1"  # its name may be of no address
+    assert flags("1", local_addr="10.0.0.7").local_addr == "10.0.0.7"
     static = flags("2", 1)
     assert (static.standalone, static.rdzv_endpoint, static.master_port) == (False, "", 29500)
     assert flags("1:2", rdzv_backend="c10d", master_addr="a").rdzv_endpoint == "a:29500"
