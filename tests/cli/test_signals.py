@@ -177,7 +177,9 @@ def test_an_ignored_signal_stays_ignored() -> None:
 @pytest.mark.parametrize("nohup", [False, True])
 def test_a_hangup_of_the_agent(recipe: Path, nohup: bool) -> None:
     """torchrun's agent would end its ranks, also under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under `nohup`
     with running(recipe, "its own ranks", "last=0", before=["nohup"] if nohup else []) as process:
+        signal.signal(signal.SIGHUP, before)
         process.send_signal(signal.SIGHUP)
         if nohup:
             process.send_signal(signal.SIGUSR1)

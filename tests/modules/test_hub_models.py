@@ -152,6 +152,7 @@ def test_compiled_layers_compute_the_same(name: str, kept: Any, tmp_path: Path) 
         return [param.grad.clone() for param in model.parameters() if param.grad is not None]
 
     eager = [grads(width) for width in (40, 33, 27)]
+    torch._dynamo.reset()  # of another test of the same layers
     torch._dynamo.utils.counters.clear()
     model.compile_layers()
     compiled = [grads(width) for width in (40, 33, 27)]
@@ -159,7 +160,7 @@ def test_compiled_layers_compute_the_same(name: str, kept: Any, tmp_path: Path) 
     assert not torch._dynamo.utils.counters["graph_break"]
     for expected, found in zip(eager, compiled, strict=True):
         for one, other in zip(expected, found, strict=True):
-            atol = 1e-5 * float(one.abs().max())
+            atol = 2e-5 * float(one.abs().max())  # Gemma 4: 1.5e-5 with AVX-512
             torch.testing.assert_close(other, one, atol=atol, rtol=1e-5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,12 @@ def test_mistakes_are_told_before_anything_is_loaded(recipe: ModuleType, model_d
             recipe.check(config(recipe, model_dir))
 
 
+def of_a_terminal() -> None:
+    """For a new process: its controlling terminal, whose Ctrl-C it hears."""
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
+
+
 @pytest.mark.slow
 def test_a_real_terminal(model_dir: Path, recipe: ModuleType) -> None:
     """`qfsdp chat`: an answer as it comes, Ctrl-C in the middle of a long one, Ctrl-D."""
@@ -181,7 +188,7 @@ def test_a_real_terminal(model_dir: Path, recipe: ModuleType) -> None:
         stdout=its,
         stderr=its,
         start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # its controlling terminal
+        preexec_fn=of_a_terminal,
     )
     os.close(its)
 
