@@ -36,7 +36,12 @@ class UserError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What notebooks (IPython) show in place of a traceback."""
-        return [f"error: {line}" for line in str(self).splitlines()]
+        return error_lines(str(self))
+
+
+def error_lines(text: str, prefix: str = "") -> list[str]:
+    """The message of a UserError as it is shown, a line for each mistake."""
+    return [f"error: {prefix}{line}" for line in text.split("\n")]
 
 
 class InvalidField(ValueError):
@@ -92,8 +97,7 @@ def user_errors() -> Iterator[None]:
         sys.stdout.flush()
         if not _is_told(text):
             prefix = "" if rank == "0" else f"rank {rank}: "
-            lines = (f"error: {prefix}{line}" for line in text.split("\n"))
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            print(*error_lines(text, prefix), sep="\n", file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)

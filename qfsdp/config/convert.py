@@ -54,8 +54,8 @@ def defaults(schema: type) -> dict[str, Any]:
 
 
 def overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: sections key by key, components as `onto_component`. What is no section
-    where one is expected stays, for `mistakes` to report."""
+    """`above` over `below`: sections key by key, components as `onto_component`. A wrong value is
+    taken as it is, such as a text in place of a section: `mistakes` reports it."""
     hints = get_type_hints(schema)
     # In the schema's order: interpolations are resolved in it, and the first error is reported.
     order = [name for name in hints if name in below or name in above]
@@ -80,12 +80,14 @@ _PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 
 
 def mistakes(root: type, kind: Any, value: Any, key: str = "") -> Iterator[str]:
-    """What is wrong with the names of a config at any depth: a line for each unknown key, and for
-    each value where a section is expected. Interpolations may be unresolved.
+    """Finds unknown keys, and values that should be sections, at any depth of a config. Yields one
+    message for each. Interpolations may be unresolved.
 
     Args:
-        root: the schema of the whole config, whose keys may be meant.
-        kind: the type of `value`, which stands at `key`.
+        root: the schema of the whole config. Messages propose its keys.
+        kind: the type that the schema gives to `value`.
+        value: a part of the config; at first all of it.
+        key: the place of `value` in the config.
     """
     if is_union(kind) and section_of(kind) is None:
         shapes = [member for member in get_args(kind) if _takes_shape(member, value)]
@@ -98,7 +100,7 @@ def mistakes(root: type, kind: Any, value: Any, key: str = "") -> Iterator[str]:
             for name in (name for name in value if name in names):
                 yield from mistakes(root, hints[name], value[name], join_key(key, name))
         elif "${" not in str(value) and not (value is None and is_union(kind)):
-            yield str(_no_section(section, value, key))
+            yield _no_section(section, value, key)
     elif isinstance(value, list) and (get_origin(kind) or kind) is list:
         for at, entry in enumerate(value):
             yield from mistakes(root, (*get_args(kind), Any)[0], entry, f"{key}[{at}]")
@@ -108,23 +110,25 @@ def mistakes(root: type, kind: Any, value: Any, key: str = "") -> Iterator[str]:
 
 
 def section_names(schema: Any) -> list[str]:
-    """The keys of a section."""
+    """The keys of a section, given by its schema or itself."""
     return [entry.name for entry in fields(schema) if entry.init]
 
 
-def _no_section(schema: Any, value: Any, key: str) -> UserError:
+def _no_section(schema: Any, value: Any, key: str) -> str:
     expected = f"a section with the keys {', '.join(section_names(schema))}"
-    return UserError(f"{not_valid(key, value, expected)}{in_words(answer_to(key, value))}")
+    return f"{not_valid(key, value, expected)}{in_words(answer_to(key, value))}"
 
 
 def build_section(schema: Any, tree: Any, prefix: str) -> Any:
     """Builds one section: checks names first, then values, then calls its `check()`."""
     names = section_names(schema)
     if not isinstance(tree, dict):
-        raise _no_section(schema, tree, prefix)
+        raise UserError(_no_section(schema, tree, prefix))
     hints = get_type_hints(schema)
-    if unknown := next((str(name) for name in tree if name not in names), None):
-        raise UserError(_unknown(schema, prefix, unknown, tree[unknown], names))
+    # `mistakes` finds these names, except where a value may be one of several sections.
+    for name in tree:
+        if name not in names:
+            raise UserError(_unknown(schema, prefix, str(name), tree[name], names))
     wrong, values = list[str](), dict[str, Any]()
     for name in names:
         key = join_key(prefix, name)
@@ -133,7 +137,7 @@ def build_section(schema: Any, tree: Any, prefix: str) -> Any:
                 raise required(key)
             values[name] = _convert(hints[name], tree[name], key)
         except UserError as error:
-            wrong += str(error).splitlines()
+            wrong.append(str(error))
     if wrong:
         raise UserError("\n".join(wrong))
     try:
@@ -347,8 +351,8 @@ def plain_tree(value: Any, text: Callable[[str], str] = str) -> Any:
     if isinstance(value, Component):
         return {"_component_": value.path, **plain_tree(value.kwargs, text)}
     if is_dataclass(value):
-        entries = [entry.name for entry in fields(value) if entry.init]
-        return {name: plain_tree(getattr(value, name), text) for name in entries}
+        names = section_names(value)
+        return {name: plain_tree(getattr(value, name), text) for name in names}
     if isinstance(value, dict):
         return {key: plain_tree(entry, text) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

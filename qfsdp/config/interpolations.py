@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Container
+from omegaconf.errors import OmegaConfBaseException
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.printable import READ
@@ -90,10 +91,13 @@ def _watched() -> Iterator[set[str]]:
     inner_lookup = Container._resolve_node_interpolation
     inner_call = Container._evaluate_custom_resolver
 
+    def too_many() -> bool:
+        return used["steps"] > MOST_STEPS or used["length"] > MOST_LENGTH
+
     def count(value: Any) -> None:
         used["steps"] += 1
         used["length"] += _length(value, MOST_LENGTH)
-        if used["steps"] > MOST_STEPS or used["length"] > MOST_LENGTH:
+        if too_many():
             raise UserError(MULTIPLY)
 
     def lookup(self: Container, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +119,12 @@ def _watched() -> Iterator[set[str]]:
         patch.object(Container, "_resolve_node_interpolation", lookup),
         patch.object(Container, "_evaluate_custom_resolver", call),
     ):
-        yield seen
+        try:
+            yield seen
+        except OmegaConfBaseException as error:  # OmegaConf wraps what is raised inside
+            if too_many():
+                raise UserError(f"{error.full_key}: {MULTIPLY}") from None
+            raise
 
 
 def _length(node: Any, most: int) -> int:

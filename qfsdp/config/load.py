@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import yaml
@@ -36,7 +37,7 @@ from qfsdp.config.convert import (
     plain_tree,
     schema_keys,
 )
-from qfsdp.config.interpolations import MULTIPLY, resolve
+from qfsdp.config.interpolations import resolve
 from qfsdp.config.recipe_files import similar_name
 from qfsdp.config.right_forms import not_understood
 
@@ -73,8 +74,8 @@ def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
     except RecursionError:
         raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
     except OmegaConfBaseException as error:
-        if MULTIPLY not in (reason := first_line(error)):
-            _check_names(schema, tree)  # ${adapter.rank} of `adapter: qlora`
+        _check_names(schema, tree)  # ${adapter.rank} of `adapter: qlora`
+        reason = first_line(error)
         missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
         if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
             raise required(name) from None
@@ -94,9 +95,9 @@ def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
 def _check_names(schema: type, tree: dict[str, Any]) -> None:
     """Raises UserError with a line for each of the `mistakes`, so that the config of another
     project is told as a whole."""
-    wrong = list(mistakes(schema, schema, tree))
+    wrong = list(islice(mistakes(schema, schema, tree), MOST_LINES + 1))
     if len(wrong) > MOST_LINES:
-        wrong[MOST_LINES:] = [f"... and {len(wrong) - MOST_LINES:,} more"]
+        wrong[MOST_LINES:] = ["... and more"]
     if wrong:
         raise UserError(redacted("\n".join(wrong)))
 

@@ -20,8 +20,8 @@ from qfsdp.common.long_waits import long_wait
 WAIT_S = 600  # for the other machines; torchrun's own limit
 NAME_WAIT_S = 60  # for a name: a cluster may know those of its machines some seconds late
 PORT = 29500  # torchrun's --master_port
-# Of a run on one machine. torchrun would ask for the machine's own name, which in a container may
-# be that of no address: ranks waited five minutes for their store.
+# Where the ranks of one machine meet. By default torchrun uses the machine's host name. In some
+# containers that name has no address, and ranks waited five minutes for their store.
 LOOPBACK = "127.0.0.1"
 _PAUSE_S = 0.5
 

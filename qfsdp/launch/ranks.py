@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
-from qfsdp.launch.nodes import LOOPBACK
+from qfsdp.launch.nodes import set_rendezvous
 from qfsdp.launch.signals import forwarded_to_ranks
 from qfsdp.launch.watchdog import HANG_STATUS
 
@@ -141,8 +141,9 @@ def run_ranks_here(count: int, recipe_file: str, argv: Sequence[str]) -> None:
     from torch.distributed.run import parse_args
 
     recipe = os.path.abspath(recipe_file)
-    flags = ["--standalone", "--local_addr", LOOPBACK, "--nproc_per_node", str(count)]
-    run_ranks(parse_args([*flags, recipe, *argv]))
+    args = parse_args(["--nproc_per_node", str(count), recipe, *argv])
+    set_rendezvous(args, numbers_of_nodes("1"))
+    run_ranks(args)
 
 
 def run_ranks(args: Namespace) -> None:

@@ -113,7 +113,6 @@ NAMES = {
     **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
     **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
     "ffn_gate_inp": "mlp.gate",
-    "ffn_down_exps": "mlp.experts.down_proj",
 }
 
 
@@ -131,14 +130,21 @@ def as_in_transformers(fields: dict[str, Any], tensors: dict[str, Any]) -> dict[
             rows = value.numpy().reshape(len(value), -1)
             value = torch.from_numpy(interleaved_to_halves(rows, count).copy()).view(value.shape)
         prefix = f"model.layers.{block[1]}." if block else ""
-        if stem == "ffn_up_exps":
-            continue
-        if stem == "ffn_gate_exps":
-            up = values(tensors[name.replace(stem, "ffn_up_exps")])
-            found[f"{prefix}mlp.experts.gate_up_proj"] = torch.cat([value, up], 1)
-        else:
-            end = "" if stem == "ffn_down_exps" else f".{suffix}"
-            found[f"{prefix}{NAMES[stem]}{end}"] = value
+        if not stem.endswith("_exps"):
+            found[f"{prefix}{NAMES[stem]}.{suffix}"] = value
+    return found | experts(tensors, "model")
+
+
+def experts(tensors: dict[str, Any], body: str) -> dict[str, Tensor]:
+    """The weights of mixtures, gate and up in one tensor as transformers has them."""
+    found = {}
+    for name in tensors:
+        if name.endswith("ffn_gate_exps.weight"):
+            names = (name.replace("gate", one) for one in ("gate", "up", "down"))
+            gate, up, down = (values(tensors[one]) for one in names)
+            prefix = f"{body}.layers.{name.split('.')[1]}.mlp.experts."
+            found[f"{prefix}gate_up_proj"] = torch.cat((gate, up), 1)
+            found[f"{prefix}down_proj"] = down
     return found
 
 

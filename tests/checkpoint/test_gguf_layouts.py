@@ -23,6 +23,7 @@ from tests import hub_models
 from tests.checkpoint.test_gguf import (
     NAMES,
     contents,
+    experts,
     exported,
     llama,
     tokenizer_of,
@@ -77,8 +78,7 @@ MORE = NAMES | {
     **{"ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
     **{"ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d"},
     **{"ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
-    **{"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
-    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
 }
@@ -94,8 +94,9 @@ def by_heads(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
 
 def as_in_transformers(kind: str, tensors: dict[str, Any], body: str) -> dict[str, Tensor]:
     """Tensors under Hugging Face's names, with its numbers in its order."""
-    file, found = {name: values(tensor) for name, tensor in tensors.items()}, {}
-    for name, value in file.items():
+    found = {}
+    for name, tensor in tensors.items():
+        value = values(tensor)
         # One name has no field.
         *block, stem, field = (f"{name}." if name.endswith("ssm_a") else name).split(".")
         prefix = f"{body}.layers.{block[1]}." if block else ""
@@ -123,17 +124,13 @@ def as_in_transformers(kind: str, tensors: dict[str, Any], body: str) -> dict[st
                 value = by_heads(value, SIZE, 1)
         value = value.unsqueeze(1) if stem == "ssm_conv1d" else value
         found[key] = value.unsqueeze(0) if stem == "ffn_gate_inp_shexp" else value
-    for name in [name for name in file if name.endswith("ffn_gate_exps.weight")]:
-        gate, up, down = (file[name.replace("gate", one)] for one in ("gate", "up", "down"))
-        stem = f"{body}.layers.{name.split('.')[1]}.mlp.experts."
-        found |= {f"{stem}gate_up_proj": torch.cat((gate, up), 1), f"{stem}down_proj": down}
     if kind == "qwen3next":
         for name in [name for name in found if name.endswith("in_proj_qkv.weight")]:
             gates = found.pop(name.replace("qkv", "z")).split(EACH * SIZE)
             q, k, v = found.pop(name).split([KEYS * SIZE, KEYS * SIZE, VALUES * SIZE])
             heads = zip(q.split(SIZE), k.split(SIZE), v.split(EACH * SIZE), gates, strict=True)
             found[name.replace("qkv", "qkvz")] = torch.cat([torch.cat(head) for head in heads])
-    return found
+    return found | experts(tensors, body)
 
 
 def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

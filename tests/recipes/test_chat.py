@@ -169,7 +169,8 @@ def test_mistakes_are_told_before_anything_is_loaded(recipe: ModuleType, model_d
 
 
 def of_a_terminal() -> None:
-    """For a new process: its controlling terminal, whose Ctrl-C it hears."""
+    """Runs in a new process: makes its stdin the terminal that controls it, so that Ctrl-C there
+    interrupts it."""
     os.close(os.open(os.ttyname(0), os.O_RDWR))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
 
