@@ -72,7 +72,8 @@ class Component:
         except (Exception, SystemExit) as error:  # an import may raise anything, or end the program
             place, missing = join_key(key, "_component_"), getattr(error, "name", None)
             if isinstance(error, ModuleNotFoundError) and f"{self.path}.".startswith(f"{missing}."):
-                hint = did_you_mean(_nearest_path(names, at, found))
+                hint = in_words(answer_to(key, self.path)) if len(names) == 1 else ""
+                hint = hint or did_you_mean(_nearest_path(names, at, found))
                 raise UserError(f"{place}: '{self.path}' does not exist{hint}") from None
             reason = f"importing '{self.path}' failed: {first_line(error)}"
             raise UserError(f"{place}: {reason}") from error

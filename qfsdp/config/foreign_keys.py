@@ -58,8 +58,8 @@ def answer_to(key: str, value: Any = None) -> str:
     if isinstance(found, dict):
         found = found.get(text, found[""])
     ours, given, _ = found.partition("=")
-    if value is False and given and " " not in found:
-        return off.get(key) or f"{ours}={off.get(ours, 'null')}"
+    if not value and given and " " not in found:  # null or nothing is no choice of our value
+        return (off.get(key) or f"{ours}={off.get(ours, 'null')}") if value is False else ours
     return found
 
 

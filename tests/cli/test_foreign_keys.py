@@ -113,13 +113,41 @@ def test_every_key_has_an_answer_of_one_line(key: str) -> None:
         ),
         ("rl=dpo", "unknown key 'rl'; preference tuning is recipes/dpo_distributed; its 'loss'"),
         ("rl=grpo", "unknown key 'rl'; a loop of your own does it: docs/guide/your-own-loop.md"),
+        ("fp16=null", "unknown key 'fp16'; here it is 'model.dtype'"),
+        ("fp16=false", "'model.dtype' is bf16, fp16 or fp32; remove the key"),
+        ("loftq_config=null", "here it is 'adapter.init'"),
+        ("loftq_config={}", "here it is 'adapter.init'"),
+        ("pissa_init=true", "here it is 'adapter.init=pissa'"),
+        ("init_lora_weights=gaussian", "'adapter.init' is default, loftq, pissa or olora"),
+        ("lora_target=all", "here it is 'adapter.targets=all-linear'"),
+        ("lora_target_linear=false", "'adapter.targets' names the linears; remove the key"),
+        ("lora_target_linear=null", "'adapter.targets' names the linears; remove the key"),
+        ("max_steps_per_epoch=9", "'max_steps' is of the whole run, not of an epoch"),
+        ("profiler.warmup_steps=5", "a trace has what PyTorch's profiler records by itself"),
+        ("finetuning_type=lora", "with 'quantization.format=none' for a base in 16 bits"),
         ("beta=0.1", "unknown key 'beta'; here it is 'loss.beta', which this recipe does not have"),
     ],
 )
 def test_messages(word: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         load(QDORA, word)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    answer = str(error.value)
+    assert message in answer and "\n" not in answer and (word != "fp16=null" or "=fp" not in answer)
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("lr_scheduler=cosine", "'lr_scheduler._component_=qfsdp.training.cosine_with_warmup'"),
+        ("optimizer=adamw_bnb_8bit", "'optimizer._component_=torchao.optim.AdamW8bit'"),
+        ("optimizer=lion", "'optimizer' is a class such as torch.optim.AdamW"),
+        ("metric_logger=wandb", "'metric_logger._component_=torchtune."),
+    ],
+)
+def test_names_of_other_projects_in_the_place_of_an_import_path(word: str, answer: str) -> None:
+    key = word.partition("=")[0]
+    with pytest.raises(UserError, match=f"does not exist; .*{answer}"):
+        getattr(load(QDORA, word), key).resolve(key)
 
 
 def test_a_whole_config_of_another_project_is_told_at_once(tmp_path: Path) -> None:
@@ -153,7 +181,10 @@ def test_wrong_values_are_told_at_once() -> None:
 
 # Keys of example configs that the projects publish, and of the arguments of their trainers.
 PUBLISHED = {
-    "Axolotl": """adapter base_model bf16 chat_template dataset_prepared_path datasets debug
+    "Axolotl": """adam_eps base_model_config eot_tokens eta_min fp8 liger_layer_norm liger_rope
+        lora_target_parameters loss_watchdog_patience max_packed_sequence_len pretraining_dataset
+        processor_type revision_of_model skip_prepare_dataset tokenizer_use_mistral_common
+        adapter base_model bf16 chat_template dataset_prepared_path datasets debug
         deepspeed early_stopping_patience eval_sample_packing eval_table_size evals_per_epoch
         flash_attention fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs
         group_by_length hub_model_id kto_desirable_weight learning_rate liger_rms_norm load_in_4bit
@@ -164,14 +195,21 @@ PUBLISHED = {
         sequence_len special_tokens strict tf32 tokenizer_type train_on_inputs val_set_size
         wandb_entity wandb_log_model wandb_name wandb_project wandb_watch warmup_ratio warmup_steps
         weight_decay xformers_attention""",
-    "LLaMA-Factory": """bf16 cutoff_len dataloader_num_workers ddp_timeout do_train
+    "LLaMA-Factory": """oft_block_size oft_target pissa_init pissa_iter pure_bf16 use_muon
+        bf16 cutoff_len dataloader_num_workers ddp_timeout do_train
         enable_liger_kernel eval_steps eval_strategy finetuning_type fp16 learning_rate
         logging_steps lora_rank lora_target lr_scheduler_type max_samples model_name_or_path
         num_train_epochs overwrite_cache overwrite_output_dir per_device_eval_batch_size
         per_device_train_batch_size plot_loss pref_beta pref_loss preprocessing_num_workers
         quantization_bit report_to resume_from_checkpoint save_only_model save_steps stage template
         trust_remote_code val_size warmup_ratio""",
-    "TRL": """assistant_only_loss attn_implementation beta bf16 dataset_num_proc dataset_text_field
+    "ms-swift": """adapters attn_impl lazy_tokenize load_from_cache_file merge_lora quant_bits
+        rlhf_type router_aux_loss_coef sequence_parallel_size split_dataset_ratio system tuner_type
+        train_type truncation_strategy val_dataset""",
+    "NeMo Automodel": "dataloader dist_env loss_fn packed_sequence peft recipe rng step_scheduler",
+    "TRL": """dataset_mixture dataset_streaming dataset_test_split eos_token model_revision
+        packing_strategy pad_to_multiple_of shuffle_dataset assistant_only_loss
+        attn_implementation beta bf16 dataset_num_proc dataset_text_field
         desirable_weight eval_packing gradient_checkpointing_kwargs label_smoothing loss_type
         max_length max_prompt_length optim packing per_device_train_batch_size
         precompute_ref_log_probs push_to_hub ref_model reference_free rpo_alpha simpo_gamma
