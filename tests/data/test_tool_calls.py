@@ -95,6 +95,30 @@ def test_arguments_as_text_for_templates_that_need_it(tmp_path: Path) -> None:
     assert tokenizer.tokenize_messages(PARALLEL)[0] == theirs(folder, with_text_arguments(PARALLEL))
 
 
+NO_CONTENT = {  # what templates do with the content of a call alone
+    "writes the word None": "{{ m.content | string }}",
+    "fails on None": (
+        "{% if 'x<' in (m.content if m.content is defined else '') %}x{% endif %}{{ m.content }}"
+    ),
+    "needs the key": "{{ '' if m['content'] is none else m['content'] + '' }}",
+    "needs a text": "{{ m.content + '' }}",
+}
+
+
+@pytest.mark.parametrize("kind", NO_CONTENT)
+def test_a_call_without_content(tmp_path: Path, kind: str) -> None:
+    """It is written as transformers does, which leaves the key out, and where that fails without
+    the word None."""
+    call = "{{ m.tool_calls | tojson if m.tool_calls else '' }}"
+    text = "{% for m in messages %}{{ m.role }}" + NO_CONTENT[kind] + call + "{% endfor %}"
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=text)))
+    chat = [m for m in PARALLEL if m["role"] != "tool"]
+    written = tokenizer.decode(tokenizer.tokenize_messages(chat)[0])
+    assert written.count("weather") == 1 and "None" not in written
+    if not kind.startswith("needs"):
+        assert tokenizer.tokenize_messages(chat)[0] == theirs(tmp_path, chat)
+
+
 def test_a_template_for_tools(tmp_path: Path) -> None:
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": HERMES}]
     folder = write_folder(tmp_path, byte_level(), chat_template=named)
@@ -176,6 +200,11 @@ def test_what_the_template_leaves_out(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"row 1: .* leaves out tools \(weather\)"):
             chat_dataset(tokenizer, source=tools)
         assert len(chat_dataset(tokenizer, source=tools, tools_column=None)) == 1
+    one = HERMES.replace("in message.tool_calls", "in message.tool_calls[:1]")
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=one)))
+    twice = [call("weather", city="Rome"), call("weather", city="Oslo")]
+    with pytest.raises(UserError, match=r"leaves out tool calls \(weather\) of message 2 of 2"):
+        tokenizer.tokenize_messages([PARALLEL[0], PARALLEL[1] | {"tool_calls": twice}])
 
 
 def test_other_keys_of_messages_reach_the_template(tmp_path: Path) -> None:

@@ -23,13 +23,13 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -214,14 +214,23 @@ def rendered(
     return {"text": text, "marks": [], "framed": False}
 
 
-def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the arguments of tool calls as JSON text. Most templates want objects."""
-    changed: list[dict[str, Any]] = json.loads(json.dumps(messages))
-    for message in changed:
-        for call in message.get("tool_calls") or ():
+def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages in the forms that a template may want, the first as transformers hands it on.
+
+    The content of a message that is a call alone is missing, None or "": GLM's template writes the
+    word None for None, gpt-oss's and LFM2's fail on it, DeepSeek's needs it. Of each the arguments
+    of calls as objects, which most templates want, then as JSON text.
+    """
+    bare = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    without = [message for message in bare if "content" not in message]
+    texts = json.loads(json.dumps(bare)) if any("tool_calls" in m for m in bare) else None
+    for message in texts or ():
+        for call in message.get("tool_calls", ()):
             function = call.get("function", call)
             function["arguments"] = tojson(function.get("arguments", {}))
-    return changed
+    for content in ({}, {"content": None}, {"content": ""}) if without else ({},):
+        for form in filter(None, (bare, texts)):
+            yield [content | message for message in form]
 
 
 def answer(
@@ -246,10 +255,16 @@ def answer(
         if messages is None:
             compiled(source, False)
             return {"text": ""}
-        try:
-            found = rendered(source, values, conversation, messages)
-        except TypeError:  # perhaps the template puts arguments together with text
-            found = rendered(source, values, conversation, with_text_arguments(messages))
+        problem: Exception | None = None
+        for form in forms(messages):
+            try:
+                found = rendered(source, values, conversation, form)
+                break
+            except (TypeError, UndefinedError) as error:  # as of None + text; another form may do
+                problem = problem or error
+        else:
+            assert problem is not None
+            raise problem
         if len(found["text"]) > characters:
             return {"problem": ["failed", f"{len(found['text'])} characters for one conversation"]}
         return found

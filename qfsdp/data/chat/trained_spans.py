@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -26,7 +27,7 @@ from qfsdp.data.chat.messages import function_name
 if TYPE_CHECKING:
     from qfsdp.data.chat.chat_tokenizer import ChatTokenizer
 
-TRAINED_AS = 3  # goes up when other tokens are trained: cached ones are then made again
+TRAINED_AS = 4  # goes up when other tokens are trained: cached ones are then made again
 BEFORE_THINK = "the text before </think>"
 
 
@@ -170,9 +171,9 @@ class TrainedSpans:
 
     def _missing(self, index: int, message: Mapping[str, Any]) -> Iterator[str]:
         turn = "".join(self.rendered.text[slice(*p)] for p in self.rendered.turns.get(index, ()))
-        for call in message.get("tool_calls") or ():
-            name = function_name(call)
-            if name and not _written(name, turn or self.rendered.text):
+        names = Counter(filter(None, map(function_name, message.get("tool_calls") or ())))
+        for name, calls in names.items():  # gpt-oss's template writes the first of several
+            if (turn or self.rendered.text).count(name) < calls:
                 yield f"tool calls ({name})"
         earlier = message["role"] == "assistant" and index not in self.conversation.trained
         reasoning = message.get(REASONING[0])
