@@ -88,14 +88,10 @@ def gguf_file(cfg: Config) -> Path:
 
 def write_modelfile(cfg: Config, export: GgufExport) -> None:
     """Writes a Modelfile for Ollama: the chat template, and the tokens that end an answer."""
-    from gguf import SpecialVocab
-
-    file, folder = gguf_file(cfg), cfg.model.weights().folder
+    file, folder = gguf_file(cfg), export.tokenizer.folder
     tokenizer = chat_tokenizer(export.template, folder)
-    special = SpecialVocab(folder, load_merges=False).add_special_token
-    adds_bos = special.get("bos", bool(export.tokenizer.scores))  # sentencepiece's default
-    stops = set() if tokenizer is None else stop_ids(tokenizer, folder)
-    text = modelfile(file.name, tokenizer, adds_bos, stops)
+    stops = set() if tokenizer is None else stop_ids(tokenizer, export.merge.weights.folder)
+    text = modelfile(file.name, tokenizer, export.tokenizer.given.bos, stops)
     with writing("output_dir", file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file.with_suffix(".Modelfile"), text)

@@ -46,16 +46,19 @@ def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]
     return {TEMPLATE_FILE: built.chat_template.template.text}
 
 
-def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
+def model_template(
+    template: dict[str, str], folder: Path, tokenizer_folder: Path | None = None
+) -> dict[str, str]:
     """The files for a model that was trained with a template: name -> text.
 
     `generation_config.json` gets the token that ends an answer, so that generation ends there.
 
     Args:
         template: as `adapter_template` returns it; empty: the model's own.
-        folder: the base model, whose tokenizer the model has.
+        folder: the base model.
+        tokenizer_folder: of the tokenizer; None: the base model's.
     """
-    tokenizer = chat_tokenizer(template, folder)
+    tokenizer = chat_tokenizer(template, tokenizer_folder or folder)
     if tokenizer is None:
         return template
     file = folder / GENERATION_FILE
@@ -72,7 +75,8 @@ def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None
     """The model's tokenizer; None if it has none, or none with a chat template.
 
     Args:
-        template, folder: as in `model_template`.
+        template: as in `model_template`.
+        folder: of the tokenizer.
     """
     if not (folder / "tokenizer.json").is_file():
         return None

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import (
     models,
     normalizers,
     pre_tokenizers,
+    processors,
     trainers,
 )
 from torch import Tensor
@@ -264,7 +266,10 @@ def test_a_sliding_window_ends_the_context(
 # ---- tokenizers --------------------------------------------------------------------------------
 
 
-def tokenizer_of(pre_tokenizer: str) -> Tokenizer:
+SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+
+def tokenizer_of(pre_tokenizer: str, specials: Sequence[str] = SPECIALS) -> Tokenizer:
     """A small byte-level tokenizer that cuts text as llama.cpp's `pre_tokenizer` does."""
     steps, ignores = next((k, v[1]) for k, v in PRE_TOKENIZERS.items() if v[0] == pre_tokenizer)
     parts: list[Any] = []
@@ -280,7 +285,7 @@ def tokenizer_of(pre_tokenizer: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=500,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=list(specials),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -345,14 +350,13 @@ def write_sentence_pieces(folder: Path, prefix: bool = True, **changes: Any) -> 
     SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(folder / "tokenizer"),
-        **{"model_type": "bpe", "vocab_size": 400} | changes,
+        **{"model_type": "bpe", "vocab_size": 400, "user_defined_symbols": ["<sep>"]} | changes,
         byte_fallback=True,
         split_digits=True,
         allow_whitespace_only_pieces=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=prefix,
-        user_defined_symbols=["<sep>"],
         minloglevel=2,
     )
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -396,16 +400,51 @@ def test_words_of_sentence_pieces_that_a_folder_adds(tmp_path: Path) -> None:
     assert (types[0], types[3], types[399]) == (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
 
 
-def test_a_space_before_a_text_is_that_of_training(tmp_path: Path) -> None:
-    """`tokenizer.json` is what training reads, where a folder has both."""
+def test_tokens_of_several_spaces(tmp_path: Path) -> None:
+    """Gemma has such words: llama.cpp finds and prints them as they are in the file."""
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    write_sentence_pieces(model, False, user_defined_symbols=["\u2581\u2581", "<sep>"])
+    assert read_gguf_tokenizer(model, 608).tokens[3:5] == ["  ", "<sep>"]
+
+
+def test_what_training_puts_around_a_text(tmp_path: Path) -> None:
+    """Tokens that only other files name; bos as `tokenizer.json` has it, whatever the config says;
+    eos never ends a question; the file's chat template comes before the config's."""
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    tokenizer, special = tokenizer_of("llama-bpe"), [("<s>", 0), ("</s>", 1)]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "$A $B", special)
+    listed = {"500": {"content": "<think>", "special": False}}
+    flags = {"add_bos_token": False, "add_eos_token": True, "chat_template": "another"}
+    write_folder(model, tokenizer, added_tokens_decoder=listed, **flags)
+    (model / TEMPLATE_FILE).write_text(CHATML)
+    fields, _ = contents(exported(model, tmp_path / "out"))
+    assert fields["tokenizer.ggml.tokens"][500] == "<think>"
+    assert fields["tokenizer.ggml.token_type"][500] == gguf.TokenType.USER_DEFINED
+    assert fields["tokenizer.ggml.add_bos_token"] and not fields["tokenizer.ggml.add_eos_token"]
+    assert fields["tokenizer.chat_template"] == CHATML
+
+
+def test_a_space_before_a_text_is_that_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`tokenizer.json` is what training reads, where a folder has both. llama.cpp puts a space
+    before a text and after special tokens, or nowhere: chats have the tokens of training."""
     model = write_tiny_model(tmp_path / "model", **SIZES)
     write_sentence_pieces(model)
     tokenizer = Tokenizer(models.BPE({"a": 0, "\u2581": 1}, [], unk_token="a"))
     write_folder(model, tokenizer)
-    assert not read_gguf_tokenizer(model, 608).space_prefix
+    assert read_gguf_tokenizer(model, 608).given.spaces == (False, False)
     tokenizer.normalizer = normalizers.Prepend("\u2581")
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     write_folder(model, tokenizer)
-    assert read_gguf_tokenizer(model, 608).space_prefix
+    assert read_gguf_tokenizer(model, 608).given.spaces == (True, True)
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    for template in (None, CHATML):
+        write_folder(model, tokenizer, chat_template=template)
+        fields, _ = contents(exported(model, tmp_path / f"out{bool(template)}"))
+        assert fields["tokenizer.ggml.add_space_prefix"] is (template is None)
+        assert "but not after special tokens; llama.cpp does" in capsys.readouterr().err
 
 
 def test_the_template_of_the_adapter(tmp_path: Path) -> None:
@@ -629,12 +668,13 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [*(name for name, _ in PRE_TOKENIZERS.values()), "default", "no prefix"]
+    "name", [*(name for name, _ in PRE_TOKENIZERS.values()), "default", "no prefix", "spaces"]
 )
 def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", **SIZES)
-    if name in ("default", "no prefix"):
-        oracle = write_sentence_pieces(folder, name == "default")
+    if name in ("default", "no prefix", "spaces"):
+        words = ["<sep>", *("\u2581" * n for n in (2, 3, 4) if name == "spaces")]
+        oracle = write_sentence_pieces(folder, name == "default", user_defined_symbols=words)
         encode = oracle.EncodeAsIds
     else:
         write_folder(folder, tokenizer_of(name))
@@ -648,7 +688,9 @@ def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
     runtime = llama(exported(folder, tmp_path / "out"), vocab_only=True)
     texts = [*CORPUS, *TEXTS, *PROMPTS]
     # With a prefix, llama.cpp puts a space after each of these too, as Llama's older tokenizers do.
-    texts += ["one<sep>two  <sep> three"] if name == "no prefix" else []
+    texts += ["one<sep>two  <sep>   three"] if name in ("no prefix", "spaces") else []
+    if name == "spaces":
+        assert runtime.detokenize(encode(texts[-1])).decode() == texts[-1]
     others = [text for text in texts if runtime.tokenize(text.encode(), False) != encode(text)]
     # A rule of llama.cpp's own in place of this tokenizer's; an export says so.
     assert others == (TEXTS[-1:] if name == "tekken" else [])

@@ -20,9 +20,17 @@ from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from tests.checkpoint.test_gguf import tokenizer_of
+from tests.data.test_tokenizer import write_folder
 from tests.models import cpu_world
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model_with_tokenizer
+from tests.tiny import (
+    ROOT,
+    load_recipe,
+    run_recipe,
+    write_tiny_model,
+    write_tiny_model_with_tokenizer,
+)
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -127,6 +135,40 @@ def test_peft_merge_and_gguf(whole: Path) -> None:
     assert names[49152:49154] == NEW and len(names) == 49216
     table = next(t for t in read.tensors if t.name == "token_embd.weight")
     assert torch.equal(torch.tensor(table.data)[49152:49154], rows)
+
+
+def test_an_answer_that_ends_with_a_new_token(tmp_path: Path) -> None:
+    """Merged, in 4 bits for vLLM and in GGUF: the files know the token, and that answers end."""
+    gguf = pytest.importorskip("gguf")
+    backend = tokenizer_of("gpt-2", specials=["<s>", "</s>"])
+    model = write_tiny_model(tmp_path / "model", vocab_size=512, intermediate_size=576)
+    write_folder(model, backend)
+    first = backend.get_vocab_size()
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "2?", "answer": "2"}) + "\n")
+    words = [
+        *("--config", str(ROOT / "configs/smollm2_135m_new_tokens.yaml"), f"model.path={model}"),
+        *(f"dataset.source={tmp_path}/rows.jsonl", "model.dtype=fp32", "max_steps=1"),
+        *("batch_size=1", "metric_logger=null", "report=false", "preflight=false"),
+        *("tokenizer.new_tokens=['<|im_start|>','<|im_end|>']", "tokenizer.chat_template=chatml"),
+        *("quantization.format=none", f"output_dir={tmp_path}/run"),
+    ]
+    run_recipe("qdora_distributed", words)
+    given = [f"adapter={tmp_path}/run/adapter", "quantization.format=none"]
+    for name, more in (
+        ("merge", ["dtype=fp32"]),
+        ("export", ["format=w4a16", "group_size=32"]),
+        ("export", ["format=gguf"]),
+    ):
+        output = tmp_path / more[0].split("=")[1]
+        config = ["--config", str(ROOT / f"configs/{name}.yaml"), f"output_dir={output}"]
+        run_recipe(name, [*config, *given, *more])
+        if "gguf" not in more[0]:
+            ends = json.loads((output / "generation_config.json").read_text())["eos_token_id"]
+            assert ends == [first + 1, 1]
+            assert AutoTokenizer.from_pretrained(output)("<|im_end|>").input_ids == [first + 1]
+    fields = gguf.GGUFReader(tmp_path / "gguf/gguf-Q8_0.gguf").fields
+    assert fields["tokenizer.ggml.eot_token_id"].contents() == first + 1
+    assert 'stop "<|im_end|>"' in (tmp_path / "gguf/gguf-Q8_0.Modelfile").read_text()
 
 
 @pytest.mark.long

@@ -131,8 +131,7 @@ def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
     plan = merge.plan(all_weights=True)
     if (rows := merge.weights.mean_rows) is not None:
         model = replace(model, parts=replace(model.parts, vocab_size=rows[1]))
-    grown = merge.adapter if rows is not None else None  # its folder has the new tokens
-    tokenizer = read_gguf_tokenizer(grown or folder, model.parts.vocab_size)
+    tokenizer = read_gguf_tokenizer(merge.tokenizer_folder, model.parts.vocab_size, folder)
     layout = Layout(model, type)
     tensors = [tensor for weight in plan for tensor in layout.tensors(weight)]
     return GgufExport(merge, type, model, tokenizer, tensors, read_template(merge.adapter))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
-from qfsdp.data.tokenizer_folder import TokenizerFolder, read_json
+from qfsdp.data.tokenizer_folder import TokenizerFolder, read_json, read_text
 
 if TYPE_CHECKING:
     import gguf
@@ -53,35 +53,59 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a tokenizer adds to its vocabulary, and to a text.
+
+    Fields:
+        added: id of an added token -> its text, and whether it is special.
+        named: bos, eos, ... -> id.
+        bos: whether bos is put before a text.
+        spaces: whether a space is put before a text, and after a special token.
+    """
+
+    added: dict[int, tuple[str, bool]]
+    named: dict[str, int]
+    bos: bool
+    spaces: tuple[bool, bool]
+
+
+@dataclass(frozen=True)
 class GgufTokenizer:
     """Fields:
+    folder: of its files.
     kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
     pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
     tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
-    space_prefix: a space is put before a text.
+    given: what training added to the vocabulary and to a text.
     """
 
+    folder: Path
     kind: str
     pre_tokenizer: str
     tokens: list[str]
     scores: list[float]
     types: list[int]
-    space_prefix: bool
+    given: Given
 
     def warn_of_words(self) -> None:
-        """Says on standard error where llama.cpp's rule is not quite the one that its name stands
-        for: it knows no combining marks."""
+        """Says on standard error where llama.cpp's rules are not quite those of training. It knows
+        no combining marks, and puts a space before a text and after special tokens, or nowhere."""
         if self.pre_tokenizer == "tekken":
             warn(
                 "llama.cpp cuts some words into other tokens than training did: those with "
                 "combining marks, as in Hindi"
+            )
+        if len(set(self.given.spaces)) > 1:
+            warn(
+                "training put a space before a text, but not after special tokens; llama.cpp does "
+                "neither if the model has a chat template, and else both"
             )
 
     def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
         """Adds the tokenizer, its special tokens and the chat template to a file's metadata.
 
         Args:
-            folder: of the model.
+            folder: of the model, whose config names tokens that the tokenizer's files do not.
             template: of the adapter, as `saved_template.read_template` returns it.
         """
         import gguf
@@ -92,50 +116,50 @@ class GgufTokenizer:
         if self.scores:
             writer.add_token_scores(self.scores)
         writer.add_token_types(self.types)
-        has_merges = self.kind == BYTE_LEVEL_BPE
-        special = gguf.SpecialVocab(folder, load_merges=has_merges, n_vocab=len(self.tokens))
-        if has_merges:
-            # llama.cpp would put a first token before every text where `pre_tokenizer` is Llama's.
-            special.add_special_token.setdefault("bos", False)
-        writer.add_add_space_prefix(self.space_prefix)
+        count, merges = len(self.tokens), self.kind == BYTE_LEVEL_BPE
+        special = gguf.SpecialVocab(self.folder, load_merges=merges, n_vocab=count)
+        of_model = gguf.SpecialVocab(folder, n_vocab=count).special_token_ids
+        special.special_token_ids = of_model | special.special_token_ids | self.given.named
+        # Without the first, llama.cpp decides by `pre_tokenizer`. With the second, it would end
+        # every question with eos.
+        special.add_special_token = {"bos": self.given.bos, "eos": False}
+        tokenizer = chat_tokenizer(template, self.folder)
+        writer.add_add_space_prefix(self.given.spaces[tokenizer is not None])
+        if (own := self.folder / TEMPLATE_FILE).is_file():  # before that of tokenizer_config.json
+            special.chat_template = read_text(own)
         special.chat_template = template.get(TEMPLATE_FILE, special.chat_template)
-        special.add_to_gguf(writer, quiet=True)
         # llama.cpp finds the ends of well-known templates by their text, others by this key.
-        tokenizer = chat_tokenizer(template, folder)
-        end = None if tokenizer is None else tokenizer.end_of_turn_id
-        if end is not None and "eot" not in special.special_token_ids:
-            writer.add_eot_token_id(end)
+        if tokenizer is not None and tokenizer.end_of_turn_id is not None:
+            special.special_token_ids["eot"] = tokenizer.end_of_turn_id
+        special.add_to_gguf(writer, quiet=True)
 
 
-def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
+def read_gguf_tokenizer(folder: Path, rows: int, pieces: Path | None = None) -> GgufTokenizer:
     """The tokenizer of a model folder.
 
     Args:
         rows: of the embeddings; those without a token get an unused one.
+        pieces: the folder of `tokenizer.model`; None: the same.
 
     Raises:
         UserError: there is no tokenizer, or one that llama.cpp does not have.
     """
-    file = folder / "tokenizer.json"
+    file, model = folder / "tokenizer.json", (pieces or folder) / "tokenizer.model"
     described = read_json(file) if file.is_file() else {}
     if (described.get("decoder") or {}).get("type") == _PLAIN:
         name = _pre_tokenizer(file, described)
-        pieces = {token: (i, 0.0, NORMAL) for token, i in described["model"]["vocab"].items()}
-        found = {i: (token, score, kind) for token, (i, score, kind) in pieces.items()}
+        found = {i: (token, 0.0, NORMAL) for token, i in described["model"]["vocab"].items()}
         kind, prefix = BYTE_LEVEL_BPE, False
-    elif (folder / "tokenizer.model").is_file():
-        found, prefix = _sentence_pieces(folder / "tokenizer.model")
+    elif model.is_file():
+        found, prefix = _sentence_pieces(model)
         name, kind = "default", SENTENCE_PIECE
-        if described and (folder / "tokenizer_config.json").is_file():  # what training reads
-            backend = TokenizerFolder(str(folder)).backend()
-            tokens = backend.encode("a", add_special_tokens=False).tokens
-            prefix = "".join(tokens).startswith(SPACE)
     else:
         raise UserError(
             f"{folder}: no tokenizer that llama.cpp has; expected a tokenizer.json with byte-level "
             "BPE, or a tokenizer.model of SentencePiece"
         )
-    for index, text, special in _added(folder, described):
+    given = _given(folder, described, kind == SENTENCE_PIECE, prefix)
+    for index, (text, special) in given.added.items():
         if special and index >= rows:
             continue  # Gemma 3 of 1B has one of the larger models, for pictures
         # Of a word that is added, SentencePiece's score and kind count no longer.
@@ -149,8 +173,40 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
         )
     all_tokens = [found.get(i, (f"[PAD{i}]", ADDED_SCORE, UNUSED)) for i in range(rows)]
     tokens, scores, types = map(list, zip(*all_tokens, strict=True))
-    scores = scores if kind == SENTENCE_PIECE else []
-    return GgufTokenizer(kind, name, tokens, scores, types, prefix)
+    if kind == BYTE_LEVEL_BPE:
+        return GgufTokenizer(folder, kind, name, tokens, [], types, given)
+    # llama.cpp finds and prints these letter by letter: Gemma has tokens of several spaces.
+    for index, type in enumerate(types):
+        if type == USER_DEFINED:
+            tokens[index] = tokens[index].replace(SPACE, " ")
+    return GgufTokenizer(folder, kind, name, tokens, scores, types, given)
+
+
+def _given(folder: Path, described: dict[str, Any], bos: bool, space: bool) -> Given:
+    """What training reads, or what a folder says that training cannot read.
+
+    Args:
+        described: `tokenizer.json`, or nothing.
+        bos, space: what a tokenizer of its kind does.
+    """
+    settings = folder / "tokenizer_config.json"
+    if not described or not settings.is_file():
+        more = read_json(settings) if settings.is_file() else {}
+        entries = {int(i): entry for i, entry in more.get("added_tokens_decoder", {}).items()}
+        entries |= {entry["id"]: entry for entry in described.get("added_tokens", [])}
+        added = {i: (e["content"], bool(e.get("special"))) for i, e in entries.items()}
+        return Given(added, {}, bool(more.get("add_bos_token", bos)), (space, space))
+    files = TokenizerFolder(str(folder))
+    backend = files.backend()
+    added = {i: (t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
+    ids = {name: backend.token_to_id(text) for name, text in files.token_names().items()}
+    named = {name.removesuffix("_token"): i for name, i in ids.items() if i is not None}
+    special, spaces = next((text for text, special in added.values() if special), ""), []
+    for before in ("", special):
+        tokens = backend.encode(f"{before}a", add_special_tokens=False).tokens
+        spaces.append("".join(tokens).removeprefix(before).startswith(SPACE))
+    adds_bos = backend.encode("a").ids[:1] == [named.get("bos")]
+    return Given(added, named, adds_bos, (spaces[0], spaces[1]))
 
 
 def _pre_tokenizer(file: Path, described: dict[str, Any]) -> str:
@@ -196,13 +252,3 @@ def _sentence_pieces(file: Path) -> tuple[dict[int, tuple[str, float, int]], boo
         raise UserError(f"{file}: is no BPE; expected one: llama.cpp cuts others in another way")
     found = {i: (one.piece, one.score, int(one.type)) for i, one in enumerate(model.pieces)}
     return found, bool(model.normalizer_spec.add_dummy_prefix)
-
-
-def _added(folder: Path, described: dict[str, Any]) -> list[tuple[int, str, bool]]:
-    """(id, text, whether it is special) of the tokens that the folder adds to its vocabulary."""
-    if described:
-        entries = {entry["id"]: entry for entry in described.get("added_tokens", [])}
-    else:
-        file = folder / "tokenizer_config.json"
-        entries = read_json(file).get("added_tokens_decoder", {}) if file.is_file() else {}
-    return [(int(i), entry["content"], bool(entry.get("special"))) for i, entry in entries.items()]

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.saved_template import model_template, read_template
 from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder
 from qfsdp.checkpoint.weights.experts import PARAMETER
 from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
@@ -62,8 +61,7 @@ class W4A16Export:
         conversions = {w.name: self._conversion(w, world.device) for w in self.plan}
         config = merge.model_config(self.plan)
         config["quantization_config"] = self._described()
-        texts = model_template(read_template(merge.adapter), merge.weights.folder)
-        output = OutputFolder(folder, texts=texts)
+        output = OutputFolder(folder, texts=merge.texts())
         convert_folder(conversions, merge.weights, output, config, world, max_file_bytes)
 
     def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:

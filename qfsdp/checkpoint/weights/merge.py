@@ -229,11 +229,20 @@ class Merge:
         conversions = {weight.name: self.conversion(weight, world.device) for weight in plan}
         conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})
         config = self.model_config(plan)
-        grown = self.weights.mean_rows is not None
-        template = read_template(self.adapter, tokenizer=grown)
-        texts = model_template(template, self.weights.folder) | dict(texts or {})
-        output = OutputFolder(folder, texts=texts)
+        output = OutputFolder(folder, texts=self.texts() | dict(texts or {}))
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the model's tokenizer is: beside the adapter if that has new tokens."""
+        grown = None if self.weights.mean_rows is None else self.adapter
+        return grown or self.weights.folder
+
+    def texts(self) -> dict[str, str]:
+        """The files that replace those of the base: chat template, new tokens; name -> text."""
+        grown = self.tokenizer_folder == self.adapter
+        template = read_template(self.adapter, tokenizer=grown)
+        return model_template(template, self.weights.folder, self.tokenizer_folder)
 
     def conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
         """How a weight of `plan` is made."""
