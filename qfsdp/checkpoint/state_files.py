@@ -300,6 +300,8 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has it; what it saves, 3.11 reads
+            module = "pathlib"
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or _METADATA_NAMES.get(name) == module:
             return super().find_class(module, name)
