@@ -197,17 +197,6 @@ def _stand_in(path: str) -> Any:
     return removed
 
 
-def _check_home() -> None:
-    """What torchtune imports ends with a traceback for a user without a home, as in containers."""
-    if os.path.expanduser("~") == "~":
-        print(
-            f"error: HOME: not set, and user {os.getuid()} has no home; expected HOME=FOLDER, or "
-            "`qfsdp` in place of `tune`",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-
-
 # ---- the finder ----------------------------------------------------------------------------
 
 
@@ -255,7 +244,9 @@ class _Finder:
         elif name == _NF4:
             return _spec_of(name, path, target) or _new_spec(name, _NF4Loader)
         elif name == "torchtune._cli.tune" and (spec := _spec_of(name, path, target)):
-            _check_home()
+            from qfsdp.common.devices import need_home
+
+            need_home()  # what torchtune imports ends with a traceback without one
             return _then_extend(spec)
         return None
 

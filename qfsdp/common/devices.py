@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qfsdp.common.control_groups import core_limit
 from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +26,7 @@ WHEELS = {"NVIDIA": "cu128", "AMD": "rocm6.4"}
 
 
 def check_system() -> None:
-    """Raises UserError where Python lacks what qfsdp is built on: on Windows."""
+    """Raises UserError where Python lacks what qfsdp is built on: on Windows. Sees to a home."""
     try:
         import fcntl  # noqa: F401
     except ImportError:
@@ -32,6 +34,15 @@ def check_system() -> None:
             f"{sys.platform}: this Python has no file locks (fcntl); expected Linux, macOS, or on "
             "Windows a terminal of WSL (`wsl --install`)"
         ) from None
+    need_home()
+
+
+def need_home() -> None:
+    """Sets HOME for a user without one, as in a container that is started with a user's number: the
+    caches of libraries would go to a folder named "~" in the current folder."""
+    if os.path.expanduser("~") == "~":
+        home = os.environ["HOME"] = f"{tempfile.gettempdir()}/home_uid_{os.getuid()}"
+        warn(f"HOME: not set, and user {os.getuid()} has no home; '{home}' is taken")
 
 
 def cores() -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError
 
+from qfsdp.common.devices import check_system
 from qfsdp.common.errors import UserError
 from qfsdp.launch.ranks import check_environment, rank_failures
 from qfsdp.training.report.run_folder import read_steps
@@ -37,6 +39,20 @@ def test_an_interface_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> Non
         check_environment()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     check_environment()
+
+
+def test_a_user_without_a_home(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caches went to a folder named "~" in the current folder."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert os.path.expanduser("~") == "~"
+    check_system()
+    assert os.path.isabs(os.path.expanduser("~/.cache"))
+    assert capsys.readouterr().err.startswith(f"warning: HOME: not set, and user {os.getuid()} has")
+    check_system()
+    assert not capsys.readouterr().err
 
 
 def test_a_port_in_use() -> None:

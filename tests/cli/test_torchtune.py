@@ -62,14 +62,10 @@ def test_low_bit_optimizers_step(name: str) -> None:
 @pytest.mark.long
 def test_without_a_home() -> None:
     """A container whose user is not in /etc/passwd, without HOME."""
-    script = (
-        "import os, sys\nos.path.expanduser = lambda path: path\nos.environ.pop('HOME', None)\n"
-    )
+    script = "import os, pwd\npwd.getpwuid = {}.__getitem__\nos.environ.pop('HOME', None)\n"
     script += "import torchtune._cli.tune\n"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    told = done.stderr.splitlines()
-    assert done.returncode == 2 and told[-1].startswith("error: HOME: not set"), done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
 def test_help_that_nobody_reads_to_its_end(tmp_path: Path) -> None:
