@@ -30,6 +30,7 @@ from qfsdp.data.chat.messages import (
     as_tools,
     from_json,
     holds_messages,
+    joined_calls,
     may_train,
     text_of,
     unfilled,
@@ -188,7 +189,7 @@ def tokenize_conversations(
         if not isinstance(turns, list):
             kind = type(turns).__name__
             raise UserError(f"messages: a {kind}: {str(turns)[:60]!r}; expected a list of messages")
-        messages = [_to_message(turn, train_on_input) for turn in turns]
+        messages = joined_calls(turns, [_to_message(turn, train_on_input) for turn in turns])
         answers = [message for message in messages if message["role"] == "assistant"]
         if not answers:
             raise Unusable("no answer")
@@ -204,7 +205,7 @@ def tokenize_conversations(
 def _pair(prompt: str, answer: str, history: list[Any], on_input: bool) -> list[dict[str, Any]]:
     """A prompt and its answer after earlier turns; `on_input`: the prompt is trained too."""
     messages = [
-        *(_to_message(turn, on_input) for turn in history),
+        *joined_calls(history, [_to_message(turn, on_input) for turn in history]),
         {"role": "user", "content": prompt, "masked": not on_input},
         {"role": "assistant", "content": answer, "masked": False},
     ]

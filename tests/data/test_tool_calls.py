@@ -10,9 +10,10 @@ import pytest
 from datasets import Dataset
 
 from qfsdp.common.errors import UserError
-from qfsdp.data import chat_dataset, hf_tokenizer, sharegpt_dataset
+from qfsdp.data import chat_dataset, hf_tokenizer, preference_dataset, sharegpt_dataset
 from qfsdp.data.chat.messages import as_message, as_tools, unfilled
 from qfsdp.data.files.rows import load_rows
+from qfsdp.evaluation.prompts import chat_tokens
 from tests.data.test_conversations import texts, write
 from tests.data.test_tokenizer import (
     CHAT,
@@ -187,6 +188,42 @@ def test_sharegpt(tmp_path: Path) -> None:
     assert trained == f"{written}It is 20.</s>"
 
 
+def test_several_calls_of_roles_are_one_answer(tmp_path: Path) -> None:
+    """As in OpenAI's form; ms-swift joins them too. Nothing ends between them."""
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=HERMES)))
+    for key, call_role, result_role in (
+        ("role", "tool_call", "tool_response"),
+        ("from", "function_call", "observation"),
+    ):
+        text = {"role": "content", "from": "value"}[key]
+        answer = {"role": "assistant", "from": "gpt"}[key]
+        calls = [
+            {key: call_role, text: json.dumps(c["function"])} for c in PARALLEL[1]["tool_calls"]
+        ]
+        results = [{key: result_role, text: m["content"]} for m in PARALLEL[2:4]]
+        said = {key: answer, text: "I look."}
+        last = {key: answer, text: PARALLEL[4]["content"]}
+        begin = [{key: "user", text: PARALLEL[0]["content"]}, said]
+        openai = [PARALLEL[0], PARALLEL[1] | {"content": "I look."}, *PARALLEL[2:]]
+        rows = [{"messages": [*begin, *calls, *results, last]}, {"messages": openai}]
+        dataset = chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", rows))
+        assert dataset[0] == dataset[1]
+        pair = [{"prompt": begin[:1], "chosen": [said, *calls], "rejected": [last]}]
+        chosen = preference_dataset(tokenizer, source=write(tmp_path / "b.jsonl", pair))[0]
+        assert chosen["tokens"][: chosen["parts"][0]] == tokenizer.tokenize_messages(openai[:2])[0]
+        assert chat_tokens(tokenizer, [*begin, *calls]) == tokenizer.encode_chat(openai[:2])
+
+
+@pytest.mark.parametrize("name", ["parameters", "args", "input"])
+def test_arguments_under_other_names(name: str) -> None:
+    """Of Llama 3, LangChain and Anthropic. They were left out: the call was trained without."""
+    inner = {"name": "f", name: '{"a": 1}'}
+    for given in ({"function": inner}, inner, {"function": {"name": "f"}, name: {"a": 1}}):
+        found = as_message({"role": "assistant", "content": None, "tool_calls": [given]})
+        call = found["tool_calls"][0]
+        assert call.get("function", call) == {"name": "f", "arguments": {"a": 1}}
+
+
 def test_what_the_template_leaves_out(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CALLS}])
     tools = write(tmp_path / "b.jsonl", [{"messages": CHAT, "tools": TOOLS}])
@@ -233,6 +270,7 @@ def test_other_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
             {"tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
             r"call 1: arguments: '\[1\]'; expected a JSON object",
         ),
+        ({"tool_calls": [{"name": "f", "kwargs": {"a": 1}}]}, "call 1: .*; expected the key argum"),
         ({"role": None, "from": "function_call", "value": "f()"}, "a function_call: 'f()'.*JSON"),
     ],
 )

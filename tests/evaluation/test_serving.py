@@ -346,7 +346,7 @@ LEFT_OUT: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "tool call": (
         [*said("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, *said("b")],
-        "tool calls of message 2 of 3 \\(assistant\\)",
+        "tool calls \\(weather\\) of message 2 of 3 \\(assistant\\)",
     ),
     "reasoning": (
         [

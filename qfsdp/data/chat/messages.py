@@ -13,7 +13,7 @@ keys that any row has, with None for those that are missing: `unfilled` removes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
@@ -34,12 +34,21 @@ ROLES = {
     "bot": "assistant",
     "ai": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "tool": "tool",
     "ipython": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
 }
-"""Role in OpenAI's, ShareGPT's or Gemini's format, in small letters -> role of a chat template."""
+"""Role in OpenAI's, ShareGPT's, ms-swift's or Gemini's format, in small letters -> role of a chat
+template."""
+
+_CALLS = ("function_call", "tool_call")
+"""Roles whose text is a call, or a list of them, in JSON: ShareGPT's, ms-swift's."""
+
+_ARGUMENTS = ("arguments", "parameters", "args", "input")
+"""Keys of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 
 _OWN_KEYS = ("role", "content", "from", "value", "refusal", "function_call", "tool_calls")
 _CHOOSES = ("weight", "train", "training", "loss")
@@ -55,7 +64,8 @@ def as_message(turn: Any) -> dict[str, Any]:
     Keys that are not named here, such as `reasoning_content`, pass as they are. The arguments of
     tool calls become objects; OpenAI's are JSON text. `function_call` and the role `function`,
     OpenAI's older names, become `tool_calls` and `tool`, as do ShareGPT's roles `function_call`
-    (whose value is a call, or a list of them, in JSON) and `observation`.
+    (whose value is a call, or a list of them, in JSON) and `observation`, and ms-swift's
+    `tool_call` and `tool_response`.
 
     Raises:
         UserError: it is no message, or its content has parts that are not text.
@@ -66,8 +76,7 @@ def as_message(turn: Any) -> dict[str, Any]:
             f"a message that is a {kind}: {str(turn)[:60]!r}; expected an object with role and "
             "content"
         )
-    openai = bool(turn.get("role"))
-    given = turn.get("role") or turn.get("from")
+    openai, given = bool(turn.get("role")), _role(turn)
     role = ROLES.get(name := str(given).lower())
     if role is None:
         raise UserError(
@@ -77,8 +86,8 @@ def as_message(turn: Any) -> dict[str, Any]:
     content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
     if content in (None, "", []) and openai:  # OpenAI's API has the text of a refusal beside it
         content = turn.get("refusal") or content
-    if name == "function_call":
-        calls, content = from_json("a function_call", content), None
+    if name in _CALLS:
+        calls, content = from_json(f"a {name}", content), None
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):
         calls = [{"type": "function", "function": turn["function_call"]}]
@@ -90,6 +99,26 @@ def as_message(turn: Any) -> dict[str, Any]:
     elif content is None:
         message["content"] = ""
     return message
+
+
+def _role(turn: Mapping[str, Any]) -> Any:
+    return turn.get("role") or turn.get("from")
+
+
+def joined_calls(turns: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of turns. A turn that is a call joins the assistant's right before it: several
+    calls at once, or a call after its text, are one answer, in which nothing ends before the last.
+    """
+    found: list[dict[str, Any]] = []
+    for turn, message in zip(turns, messages, strict=True):
+        last = found[-1] if found else {}
+        one = last.get("role") == "assistant" and last.get("masked") == message.get("masked")
+        if one and str(_role(turn)).lower() in _CALLS:
+            calls = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            found[-1] = last | {"tool_calls": calls}
+        else:
+            found.append(message)
+    return found
 
 
 def may_train(turn: Mapping[str, Any]) -> bool:
@@ -170,7 +199,13 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             )
         call = _given(call)
         inner = _given(call.get("function", call))
-        arguments = inner.get("arguments")
+        held = (name for keys in (inner, call) for name in _ARGUMENTS if name in keys)
+        name = next(held, None)
+        if name is None and any(isinstance(value, Mapping) for value in inner.values()):
+            raise UserError(f"{place}: {str(inner)[:60]!r}; expected the key arguments")
+        name = name or "arguments"
+        arguments = inner.get(name, call.get(name))
+        inner = {"arguments" if key == name else key: given for key, given in inner.items()}
         if isinstance(arguments, str) and arguments.strip():
             arguments = from_json(f"{place}: arguments", arguments)
         if not isinstance(arguments or {}, dict):

@@ -21,6 +21,7 @@ from qfsdp.data.chat.messages import (
     as_tools,
     from_json,
     holds_messages,
+    joined_calls,
     may_train,
     text_of,
     unfilled,
@@ -217,7 +218,7 @@ def _cell(row: Row, column: str) -> Any:
 def _prompt(row: Row, columns: Columns) -> Messages:
     value = _cell(row, columns.prompt) if columns.prompt is not None else []
     if isinstance(value, list):
-        return [_message(turn) for turn in value]
+        return _messages(value)
     if not text_of(value).strip():
         raise Unusable("an empty prompt")
     return [{"role": "user", "content": text_of(value)}]
@@ -237,7 +238,11 @@ def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
         return [{"role": "assistant", "content": text}] if has_prompt else dialogue(text)
     if not value:
         raise Unusable("an empty answer")
-    return [_message(turn) for turn in value]
+    return _messages(value)
+
+
+def _messages(turns: list[Any]) -> Messages:
+    return joined_calls(turns, [_message(turn) for turn in turns])
 
 
 def _message(turn: Any) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Cha
         UserError: the history is no list of pairs or messages.
     """
     check_text_alone(row)
-    prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
+    prompt = [*_messages(history_of(row, columns.history)), *prompt]
     prompt = with_system(system_of(row, columns.system) or columns.system_prompt, prompt)
     _check_roles([*prompt, *answer])
     for message in answer:
