@@ -27,6 +27,7 @@ from torch import Tensor
 
 from examples.demo.smollm2 import find_gguf, interleaved_to_halves
 from qfsdp.checkpoint.export.gguf_tokenizer import (
+    NORMAL,
     PRE_TOKENIZERS,
     TEMPLATE_FILE,
     read_gguf_tokenizer,
@@ -400,6 +401,45 @@ def test_words_of_sentence_pieces_that_a_folder_adds(tmp_path: Path) -> None:
     assert (types[0], types[3], types[399]) == (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
 
 
+def as_json(oracle: Any) -> Tokenizer:
+    """A SentencePiece model as transformers writes it: all pairs that make a word, best first."""
+    words = {oracle.IdToPiece(i): i for i in range(oracle.GetPieceSize())}
+    pairs = [
+        (word[:at], word[at:])
+        for word in sorted(words, key=lambda word: -oracle.GetScore(words[word]))
+        for at in range(1, len(word))
+        if not word.startswith("<") and {word[:at], word[at:]} <= words.keys()
+    ]
+    model = models.BPE(words, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    replaced = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replaced])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens(["<sep>"])
+    return tokenizer
+
+
+def test_sentence_pieces_of_tokenizer_json_alone(tmp_path: Path) -> None:
+    """transformers 5 writes no tokenizer.model. One that merges pairs in another way is refused."""
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    tokenizer = as_json(write_sentence_pieces(model))
+    write_folder(model, tokenizer)
+    expected = read_gguf_tokenizer(model, 608)
+    (model / "tokenizer.model").unlink()
+    found = read_gguf_tokenizer(model, 608)
+    assert (found.tokens, found.types) == (expected.tokens, expected.types)
+    made = [i for i in range(4, 400) if found.types[i] == NORMAL and len(found.tokens[i]) > 1]
+    order = [sorted(made, key=one.scores.__getitem__) for one in (found, expected)]
+    assert len(made) > 20 and order[0] == order[1], "words are made in the same order"
+    described = json.loads((model / "tokenizer.json").read_text())
+    merges = described["model"]["merges"]
+    for others in (merges[1:], [*merges[1:], merges[0]]):
+        described["model"]["merges"] = others
+        (model / "tokenizer.json").write_text(json.dumps(described))
+        with pytest.raises(UserError, match="no tokenizer that llama.cpp has; expected"):
+            read_gguf_tokenizer(model, 608)
+
+
 def test_tokens_of_several_spaces(tmp_path: Path) -> None:
     """Gemma has such words: llama.cpp finds and prints them as they are in the file."""
     model = write_tiny_model(tmp_path / "model", **SIZES)
@@ -668,14 +708,19 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [*(name for name, _ in PRE_TOKENIZERS.values()), "default", "no prefix", "spaces"]
+    "name",
+    [*(name for name, _ in PRE_TOKENIZERS.values()), "default", "json", "no prefix", "spaces"],
 )
 def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", **SIZES)
-    if name in ("default", "no prefix", "spaces"):
+    if name in ("default", "json", "no prefix", "spaces"):
         words = ["<sep>", *("\u2581" * n for n in (2, 3, 4) if name == "spaces")]
-        oracle = write_sentence_pieces(folder, name == "default", user_defined_symbols=words)
+        prefix = name in ("default", "json")
+        oracle = write_sentence_pieces(folder, prefix, user_defined_symbols=words)
         encode = oracle.EncodeAsIds
+        if name == "json":
+            write_folder(folder, as_json(oracle))
+            (folder / "tokenizer.model").unlink()
     else:
         write_folder(folder, tokenizer_of(name))
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -10,7 +10,9 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two kinds
 # llama.cpp's types of tokens; SentencePiece has the same numbers.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 SPACE = "\u2581"  # what SentencePiece writes for a space
 ADDED_SCORE = -1000.0  # of tokens that no merge makes
 
@@ -153,10 +156,13 @@ def read_gguf_tokenizer(folder: Path, rows: int, pieces: Path | None = None) -> 
     elif model.is_file():
         found, prefix = _sentence_pieces(model)
         name, kind = "default", SENTENCE_PIECE
+    elif _is_of_sentence_piece(described):
+        found, prefix = _pieces_of_merges(described["model"]), True
+        name, kind = "default", SENTENCE_PIECE
     else:
         raise UserError(
             f"{folder}: no tokenizer that llama.cpp has; expected a tokenizer.json with byte-level "
-            "BPE, or a tokenizer.model of SentencePiece"
+            "BPE, or SentencePiece's BPE in a tokenizer.model or in a tokenizer.json"
         )
     given = _given(folder, described, kind == SENTENCE_PIECE, prefix)
     for index, (text, special) in given.added.items():
@@ -252,3 +258,60 @@ def _sentence_pieces(file: Path) -> tuple[dict[int, tuple[str, float, int]], boo
         raise UserError(f"{file}: is no BPE; expected one: llama.cpp cuts others in another way")
     found = {i: (one.piece, one.score, int(one.type)) for i, one in enumerate(model.pieces)}
     return found, bool(model.normalizer_spec.add_dummy_prefix)
+
+
+def _is_of_sentence_piece(described: dict[str, Any]) -> bool:
+    """Whether a `tokenizer.json` cuts text as a SentencePiece model whose words are BPE does: with
+    spaces as letters, and with all pairs that make a word, in the words' order.
+
+    transformers 5 writes no `tokenizer.model`. llama.cpp merges the pair whose word has the highest
+    score, `tokenizers` the pair that is listed first.
+    """
+    model, steps = described.get("model") or {}, list[dict[str, Any]]()
+    for part in ("normalizer", "pre_tokenizer"):
+        section = described.get(part) or {}
+        steps += section.get("normalizers", section.get("pretokenizers", [section]))
+    steps = [step for step in steps if step]
+    letters = [step for step in steps if SPACE in (step.get("content"), step.get("replacement"))]
+    for step in steps:
+        of_spaces = step.get("pattern") == {"String": " "} or step.get("prepend") == SPACE
+        if not of_spaces and (step.get("type") != "Metaspace" or step.get("split", True)):
+            return False
+    if not letters:
+        return False
+    if model.get("type") != "BPE" or not model.get("byte_fallback") or model.get("ignore_merges"):
+        return False
+    vocab, merges = model["vocab"], [_pair(merge) for merge in model["merges"]]
+    words = ["".join(pair) for pair in merges]
+    if sum(a != b for a, b in pairwise(words)) + 1 != len(set(words)):  # of a word not together
+        return False
+    added, listed = {token["content"] for token in described["added_tokens"]}, set(merges)
+    return all(
+        pair in listed
+        for word in vocab.keys() - added
+        for pair in ((word[:at], word[at:]) for at in range(1, len(word)))
+        if not BYTE_TOKEN.fullmatch(word)
+        and all(part in vocab and part not in added for part in pair)
+    )
+
+
+def _pieces_of_merges(model: dict[str, Any]) -> dict[int, tuple[str, float, int]]:
+    """The pieces of `_is_of_sentence_piece`, as `_sentence_pieces` returns them."""
+    scores: dict[str, float] = {}
+    for rank, merge in enumerate(model["merges"]):
+        scores.setdefault("".join(_pair(merge)), -float(rank))
+    kinds = {model.get("unk_token"): UNKNOWN}
+    return {
+        index: (
+            text,
+            scores.get(text, 0.0),
+            kinds.get(text, BYTE if BYTE_TOKEN.fullmatch(text) else NORMAL),
+        )
+        for text, index in model["vocab"].items()
+    }
+
+
+def _pair(merge: str | list[str]) -> tuple[str, str]:
+    """The two parts of an entry of `merges`, which older files write as one text."""
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first, second
