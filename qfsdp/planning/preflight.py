@@ -38,6 +38,7 @@ from qfsdp.planning.predict import (
     check_micro_batch,
     check_process_fits,
 )
+from qfsdp.planning.teacher_pass import check_teacher_pass
 
 MOST_TRIED = 8  # dry runs of choices, besides those of single options
 PER_OPTION = 1.05  # factor on the time, see `_likely`
@@ -73,6 +74,7 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         now = predict({})
         if now.fits(hardware):
             check_held_out(predict)
+            check_teacher_pass(predict)
     except UserError:
         raise
     except Exception as error:  # for example, a user's optimizer that fails on fake tensors
