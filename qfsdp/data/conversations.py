@@ -106,7 +106,7 @@ def instruct_dataset(
 
     def to_chat(row: Row) -> Chat:
         check_text_alone(row, read)
-        prompt, history = _prompt(row, prompt_template, columns), history_of(row, history_column)
+        prompt, history = prompt_of(row, prompt_template, columns), history_of(row, history_column)
         messages = _pair(prompt, text_of(row[answer_column]), history, train_on_input)
         messages = with_system(system_of(row, system_column) or system_prompt, messages)
         return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
@@ -229,7 +229,7 @@ def prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
     return "prompt_template", columns
 
 
-def _prompt(row: Row, template: str | None, columns: Sequence[str]) -> str:
+def prompt_of(row: Row, template: str | None, columns: Sequence[str]) -> str:
     """The template with the texts of columns in it; without one, the text of the only column."""
     if template is None:
         prompt = text_of(row[columns[0]])

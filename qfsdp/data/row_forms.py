@@ -35,9 +35,17 @@ SYSTEM = ("system", "system_prompt")
 CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog", "dialogue")
 EMPTY: tuple[Any, ...] = (None, "", [])
 TEXTS = (str, int, float, Decimal, date, time)  # what `text_of` writes as text
-TRUTH = {"true": True, "false": False, "1": True, "0": False}  # labels of answers
+TRUTH = {
+    "true": True,
+    "false": False,
+    "1": True,
+    "0": False,
+    "1.0": True,
+    "0.0": False,
+}  # of labels
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # which ids are trained
 IDS = ("input_ids", "labels", *MASKS, "attention_mask", "position_ids")
+_ANSWERERS = ("assistant", "gpt", "model")
 _REQUIRED = (
     *("messages_column", "text_column", "chosen_column", "rejected_column", "completion_column"),
     *("label_column", "answer_column"),
@@ -90,15 +98,9 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
     if _of_a_service(row):
         return None
     lower = {name.strip().lower(): name for name in row}
-    label, before = str(row.get(lower.get("label", ""))).lower(), _before(row, lower)
-    if label in TRUTH and "prompt" in lower and "completion" in lower:
-        keys = {f"{name}_column": lower[name] for name in ("prompt", "completion", "label")}
-        return _form("answers with labels", "kto_dataset", keys, before)
-    if "chosen" in lower and "rejected" in lower:
-        keys = {f"{name}_column": lower[name] for name in ("chosen", "rejected")}
-        prompt = next((lower[name] for name in PROMPTS if name in lower), None)
-        keys["prompt_column"] = prompt or "null"
-        return _form("preference pairs", "preference_dataset", keys, before)
+    before = _before(row, lower)
+    if (form := _preferences(row, lower, before)) is not None:
+        return form
     for name in (*CHATS, *lower):
         value: Any = row.get(lower.get(name, ""))
         usual = name in CHATS
@@ -115,20 +117,65 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         said = {name: str(row[lower[name]]) for name in (*prompts, answer)}
         prompt = _bare(prompts, said, answer)
         keys = {"prompt_column": lower[prompt], "answer_column": lower[answer]}
-        beside = next((name for name in BESIDE if name in texts and name != prompt), None)
         form = _form("prompts with answers", "instruct_dataset", keys, before)
-        if beside:
-            columns = f"{{{lower[prompt]}}}\\n{{{lower[beside]}}}"
-            form.keys.pop("prompt_column", None)
-            form.keys = {"prompt_template": f'"{columns}"'} | form.keys
-            form.read = {*form.read, lower[beside]}
-        return form
+        return _with_beside(form, row, lower, prompt)
     texts = [name for name in texts if isinstance(row[lower[name]], str)]
     documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
     if documents or (len(texts) == len(row) == 1 and texts[0] not in CHATS):
         column = lower[documents or texts[0]]
         return _form("documents", "text_dataset", {"text_column": column}, {})
     return None
+
+
+def _preferences(
+    row: Mapping[str, Any], lower: Mapping[str, str], before: dict[str, str]
+) -> Form | None:
+    """The form of answers with labels or in pairs, also in those of LLaMA-Factory and ms-swift;
+    None: neither."""
+    prompt = next((name for name in PROMPTS if name in lower), None)
+    chats = next((lower[n] for n in CHATS if _holds_rows(row.get(lower.get(n, "")))), None)
+    for name in ("label", "kto_tag"):
+        value = row.get(lower.get(name, ""))
+        answers = ("completion",) if name == "label" else tuple(n for n in ANSWERS if n != "label")
+        answer = next((lower[n] for n in answers if n in lower), None)
+        keys = {
+            "prompt_column": lower.get(prompt or "", "null"),
+            "label_column": lower.get(name, ""),
+        }
+        if str(value).lower() in TRUTH and answer and prompt in lower:
+            form = _form(
+                "answers with labels", "kto_dataset", keys | {"completion_column": answer}, before
+            )
+            return _with_beside(form, row, lower, prompt)
+        if isinstance(value, bool) and chats:
+            keys |= {"prompt_column": "null", "completion_column": chats}
+            return _form("answers with labels", "kto_dataset", keys, before)
+    chosen, rejected = lower.get("chosen"), lower.get("rejected")
+    if chats and "rejected_messages" in lower:
+        chosen, rejected, prompt = chats, lower["rejected_messages"], None
+    if chosen is None or rejected is None:
+        return None
+    first = row[chosen][0] if _holds_rows(row[chosen]) else row[chosen]
+    alone = isinstance(first, Mapping) and str(first.get("role") or first.get("from")) in _ANSWERERS
+    asked = lower[prompt] if prompt else chats if chats and alone else "null"
+    keys = {"prompt_column": asked, "chosen_column": chosen, "rejected_column": rejected}
+    return _with_beside(
+        _form("preference pairs", "preference_dataset", keys, before), row, lower, prompt
+    )
+
+
+def _with_beside(
+    form: Form, row: Mapping[str, Any], lower: Mapping[str, str], prompt: str | None
+) -> Form:
+    """A form whose prompt is text, with the column that its prompt is about."""
+    texts = [name for name in BESIDE if isinstance(row.get(lower.get(name, "")), TEXTS)]
+    beside = next((name for name in texts if name != prompt), None)
+    if beside and prompt and isinstance(row[lower[prompt]], TEXTS):
+        columns = f"{{{lower[prompt]}}}\\n{{{lower[beside]}}}"
+        form.keys.pop("prompt_column", None)
+        form.keys = {"prompt_template": f'"{columns}"'} | form.keys
+        form.read = {*form.read, lower[beside]}
+    return form
 
 
 def _bare(prompts: Sequence[str], texts: Mapping[str, str], answer: str) -> str:
@@ -274,7 +321,8 @@ def wrapped(row: Mapping[str, Any]) -> str:
 
 
 def _of_a_service(row: Mapping[str, Any]) -> str | None:
-    """What makes messages of the rows that Google's and OpenAI's finetuning services take."""
+    """What makes messages of the rows that Google's and OpenAI's finetuning services and ms-swift
+    take."""
     contents: Any = row.get("contents")
     if _holds_rows(contents) and "parts" in contents[0]:
         role = '(if .role == "model" then "assistant" else .role end)'
@@ -283,6 +331,9 @@ def _of_a_service(row: Mapping[str, Any]) -> str | None:
         if "systemInstruction" in row:
             said = f'[.systemInstruction | {{role: "system", content: {text}}}] + {said}'
         return f"{{messages: ({said})}}"
+    if isinstance(row.get("rejected_response"), str) and _holds_rows(row.get("messages")):
+        answer = '[{role: "assistant", content: .rejected_response}]'
+        return f"{{chosen: .messages, rejected: (.messages[:-1] + {answer})}}"
     if isinstance(row.get("input"), Mapping) and "preferred_output" in row:
         chosen, rejected = "(.input.messages + .preferred_output)", ".non_preferred_output"
         return f"{{chosen: {chosen}, rejected: (.input.messages + {rejected})}}"

@@ -78,6 +78,43 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"prompt_column": "question"},
     ),
     "votes": ({"prompt": "2?", "completion": "2", "label": 1}, "kto_dataset", {}),
+    "pairs about inputs": (
+        {"instruction": "Add 3.", "input": "2", "chosen": "5", "rejected": "6"},
+        "preference_dataset",
+        {"prompt_template": "{instruction}\n{input}"},
+    ),
+    "pairs after a chat": (
+        {
+            "conversations": [{"from": "human", "value": "2 + 3?"}],
+            "chosen": {"from": "gpt", "value": "5"},
+            "rejected": {"from": "gpt", "value": "6"},
+        },
+        "preference_dataset",
+        {"prompt_column": "conversations"},
+    ),
+    "chats and rejected ones": (
+        {"messages": CHAT, "rejected_messages": [CHAT[0], {"role": "assistant", "content": "6"}]},
+        "preference_dataset",
+        {
+            "prompt_column": None,
+            "chosen_column": "messages",
+            "rejected_column": "rejected_messages",
+        },
+    ),
+    "labelled chats": (
+        {"messages": CHAT, "label": True},
+        "kto_dataset",
+        {"prompt_column": None, "completion_column": "messages"},
+    ),
+    "tags": (
+        {"instruction": "Add 3.", "input": "2", "output": "5", "kto_tag": True},
+        "kto_dataset",
+        {
+            "prompt_template": "{instruction}\n{input}",
+            "completion_column": "output",
+            "label_column": "kto_tag",
+        },
+    ),
     "ids": ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, "pretokenized_dataset", {}),
     "documents": ({"body": "A text."}, "text_dataset", {"text_column": "body"}),
     "spaces": (
@@ -112,6 +149,7 @@ SERVICES = {
         "preferred_output": CHAT[1:],
         "non_preferred_output": [{"role": "assistant", "content": "6"}],
     },
+    "ms-swift": {"messages": CHAT, "rejected_response": "6"},
 }
 
 
@@ -121,8 +159,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     write_tiny_model_with_tokenizer(folder / "tiny", smollm2_dir)
     for name, (row, _, _) in FORMS.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
-    for name, bad in {"labels": False, "votes": 0}.items():
-        other = json.dumps(FORMS[name][0] | {"label": bad})
+    labels = {"labels": False, "votes": 0, "labelled chats": False, "tags": False}
+    for name, bad in labels.items():
+        key = "kto_tag" if name == "tags" else "label"
+        other = json.dumps(FORMS[name][0] | {key: bad})
         with (folder / f"{name}.jsonl").open("a") as file:
             file.write(other + "\n")
     first, rows = FORMS["alpaca"][0] | {"input": None}, (folder / "alpaca.jsonl").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,16 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
         | {"rejected": json.dumps([BAD])},
         [*BEFORE, ASK],
     ),
+    "two columns": (  # LLaMA-Factory's; the second was dropped
+        partial(preference_dataset, prompt_template="{instruction} {input}"),
+        TEXT | {"instruction": "2 +", "input": "2?"},
+        [ASK],
+    ),
+    "white space": (
+        preference_dataset,
+        {"prompt": "2 + 2? ", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        [ASK],
+    ),
     "ultrafeedback": (
         ultrafeedback_dataset,
         {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
@@ -96,6 +107,15 @@ def test_layouts_have_the_tokens_of_transformers(
         expected = oracle.apply_chat_template([*prompt, answer], tokenize=False)
         assert tokens == oracle(expected, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(trained, False) == answer["content"] + "<|im_end|>"
+
+
+def test_a_column_beside_the_prompt_is_told(
+    tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = write(tmp_path / "rows.jsonl", [TEXT | {"instruction": "Add.", "input": "2 + 2"}])
+    caplog.set_level(logging.INFO, "qfsdp")
+    preference_dataset(tokenizer, source=source, prompt_column="instruction")
+    assert "column 'input' is not read; dataset.prompt_template='...{input}...'" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
@@ -130,7 +150,8 @@ def test_an_answer_that_is_not_to_be_trained(tokenizer: HFTokenizer, tmp_path: P
 
 def test_labelled_answers_and_their_mismatches(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     rows = [
-        {"prompt": f"{i}?", "completion": f"Answer {i}.", "label": i % 2 == 0} for i in range(3)
+        {"prompt": f"{i}?", "completion": f"Answer {i}.", "label": label}
+        for i, label in enumerate((True, "0", 1.0))
     ]
     dataset = kto_dataset(tokenizer, source=write(tmp_path / "rows.jsonl", rows))
     assert [item["desirable"] for item in dataset] == [True, False, True]

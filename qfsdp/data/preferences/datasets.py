@@ -15,7 +15,7 @@ from typing import Any
 from qfsdp.common.errors import UserError
 from qfsdp.data.chat.context_columns import check_columns
 from qfsdp.data.chat.messages import text_of
-from qfsdp.data.conversations import Tokenizer
+from qfsdp.data.conversations import Tokenizer, prompt_columns
 from qfsdp.data.files.rows import Row, load_rows, require_column
 from qfsdp.data.preferences.rows import (
     Columns,
@@ -47,6 +47,7 @@ def preference_dataset(
     history_column: str | None = None,
     system_prompt: str | None = None,
     tools_column: str | None = "tools",
+    prompt_template: str | None = None,
     max_rows: int | None = None,
 ) -> Preferences:
     """Prompts with a better and a worse answer.
@@ -68,11 +69,13 @@ def preference_dataset(
             them. They are not trained.
         system_prompt: a system message for rows without one.
         tools_column: as in `chat_dataset`.
+        prompt_template: makes the prompt from columns, as in `instruct_dataset`.
 
     Raises:
         UserError: the source, a column or a message is wrong, or no row can be used.
     """
-    columns = Columns(prompt_column, system_column, history_column, tools_column, system_prompt)
+    before = (system_column, history_column, tools_column, system_prompt)
+    columns = Columns(prompt_column, prompt_template, *before)
     own = {"chosen_column": chosen_column, "rejected_column": rejected_column}
     own |= {} if margin_column is None else {"margin_column": margin_column}
     to_chats = partial(
@@ -99,6 +102,7 @@ def kto_dataset(
     history_column: str | None = None,
     system_prompt: str | None = None,
     tools_column: str | None = "tools",
+    prompt_template: str | None = None,
     max_rows: int | None = None,
 ) -> Preferences:
     """Prompts with one answer and a label, true for a good answer, for KTO (arXiv:2402.01306).
@@ -106,14 +110,15 @@ def kto_dataset(
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         prompt_column, system_column, history_column: as in `preference_dataset`.
-        system_prompt, tools_column: as in `preference_dataset`.
+        system_prompt, tools_column, prompt_template: as in `preference_dataset`.
         completion_column: column with the answer.
         label_column: column with true or false, or 1 or 0.
 
     Raises:
         UserError: the source, a column, a message or a label is wrong, or no row can be used.
     """
-    columns = Columns(prompt_column, system_column, history_column, tools_column, system_prompt)
+    before = (system_column, history_column, tools_column, system_prompt)
+    columns = Columns(prompt_column, prompt_template, *before)
     own = {"completion_column": completion_column, "label_column": label_column}
     to_chats = partial(
         labelled, columns=columns, answer_column=completion_column, label_column=label_column
@@ -186,13 +191,14 @@ def _rows(columns: Columns, own: dict[str, str], source: str, *of_source: Any) -
     if current().streaming:
         raise UserError("dataset.streaming: true; expected false: preference data is not streamed")
     rows = load_rows(source, *of_source)
-    named = own | {"prompt_column": columns.prompt}
-    for key, column in named.items():
-        if column is not None:
-            require_column(key, column, rows, source)
+    given = "" if columns.prompt is None else columns.prompt
+    key, prompts = prompt_columns(given, columns.template)
+    prompts = list(filter(None, prompts))
+    for name, column in (*own.items(), *((key, prompt) for prompt in prompts)):
+        require_column(name, column, rows, source)
     optional = {"system_column": columns.system, "history_column": columns.history}
-    optional["tools_column"] = columns.tools
-    check_columns(rows, source, optional, set(named.values()))
+    optional |= {"tools_column": columns.tools} | ({"prompt_template": None} if prompts else {})
+    check_columns(rows, source, optional, {*own.values(), *prompts})
     return rows
 
 

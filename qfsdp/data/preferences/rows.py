@@ -26,7 +26,14 @@ from qfsdp.data.chat.messages import (
     text_of,
     unfilled,
 )
-from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
+from qfsdp.data.conversations import (
+    Chat,
+    ChatRows,
+    Tokenizer,
+    check_answer,
+    prompt_columns,
+    prompt_of,
+)
 from qfsdp.data.files.rows import Row
 from qfsdp.data.row_forms import TRUTH
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
@@ -42,6 +49,7 @@ class Columns:
 
     Fields:
         prompt: column with text or messages; None: the answers' columns have whole dialogues.
+        template: makes the prompt from columns instead, or None.
         system: column with a system message, or None.
         history: column with the turns before the prompt, or None.
         tools: column with functions, or None; see `chat_dataset`.
@@ -49,6 +57,7 @@ class Columns:
     """
 
     prompt: str | None = None
+    template: str | None = None
     system: str | None = None
     history: str | None = None
     tools: str | None = None
@@ -216,7 +225,10 @@ def _cell(row: Row, column: str) -> Any:
 
 
 def _prompt(row: Row, columns: Columns) -> Messages:
-    value = _cell(row, columns.prompt) if columns.prompt is not None else []
+    if columns.template is not None:
+        value: Any = prompt_of(row, columns.template, prompt_columns("", columns.template)[1])
+    else:
+        value = _cell(row, columns.prompt) if columns.prompt is not None else []
     if isinstance(value, list):
         return _messages(value)
     if not text_of(value).strip():
@@ -252,8 +264,8 @@ def _message(turn: Any) -> dict[str, Any]:
 
 def _check_prompt(given: Messages, found: Messages) -> None:
     """Raises Unusable unless the prompt of its own column stands in the dialogue."""
-    asked = [message["content"] for message in given if message["role"] == "user"]
-    said = [message["content"] for message in found]
+    asked = [message["content"].strip() for message in given if message["role"] == "user"]
+    said = [(message["content"] or "").strip() for message in found]
     if asked and asked[-1] not in said:
         raise Unusable("a prompt that differs from that of its answers")
 
