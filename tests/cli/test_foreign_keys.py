@@ -34,6 +34,7 @@ EXAMPLES = {
     "tokenizer": ["qfsdp.data.hf_tokenizer"],
     "dataset": [
         "qfsdp.data.instruct_dataset",
+        "qfsdp.data.chat_dataset",
         "qfsdp.data.text_dataset",
         "qfsdp.data.mixed_dataset",
     ],
@@ -113,6 +114,10 @@ def test_every_key_has_an_answer_of_one_line(key: str) -> None:
         ),
         ("rl=dpo", "unknown key 'rl'; preference tuning is recipes/dpo_distributed; its 'loss'"),
         ("rl=grpo", "unknown key 'rl'; a loop of your own does it: docs/guide/your-own-loop.md"),
+        ("mask_history=true", "here it is 'dataset.train_on_last_turn_only=true'"),
+        ("mask_history=false", "all answers of a chat are targets"),
+        ("torch_dtype=bfloat16", "here it is 'model.dtype=bf16'"),
+        ("full_finetuning=false", "the recipe says what is trained; remove the key"),
         ("fp16=null", "unknown key 'fp16'; here it is 'model.dtype'"),
         ("fp16=false", "'model.dtype' is bf16, fp16 or fp32; remove the key"),
         ("loftq_config=null", "here it is 'adapter.init'"),
