@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from qfsdp.common.errors import UserError
 from qfsdp.planning.oom import Run, explain_out_of_memory
@@ -79,6 +80,25 @@ def test_a_folder_that_cannot_be_made(
         compiled.check_compile(True, None)
     with pytest.raises(UserError, match=f"^compile_cache_dir: '.*{place}' cannot be made"):
         compiled.check_compile(False, str(tmp_path / place))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["a b", "it's", 'a"b', "a\\b"])
+@pytest.mark.parametrize("place", ["folder", "PyTorch"])
+def test_a_path_that_inductor_cuts(
+    tmp_path: Path, name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command of the compiler is a text without quotes. The build failed in the first step."""
+    path = tmp_path / name
+    if place == "folder":
+        monkeypatch.setenv(ability.FOLDER, str(path))
+    else:
+        monkeypatch.setattr("torch.__file__", str(path / "__init__.py"))
+        monkeypatch.setattr("torch.__version__", TorchVersion("2.13.0"))
+    assert f"'{path}' has a space, quote or backslash" in str(ability.why_not())
+    monkeypatch.setattr("torch.__version__", TorchVersion("2.14.0"))
+    ability.why_not.cache_clear()
+    assert (ability.why_not() is None) == (place == "PyTorch")
 
 
 def test_a_full_folder() -> None:

@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 OF_TRITON = "TRITON_CACHE_DIR"
 FREE = 1 << 16  # bytes that must fit in a folder of compiled code: about one kernel
+CUT = "has a space, quote or backslash, where PyTorch cuts its commands; expected another folder"
 SLOW_S, LIMIT_S = 5, 30  # the trial takes 0.6 to 1 s
 
 # What inductor's code includes on any device. Its own headers come with PyTorch.
@@ -111,6 +113,10 @@ def why_not() -> str | None:
     found = shutil.which(compiler)
     if found is None:
         return f"no C++ compiler '{compiler}' found; expected g++, or CXX with another"
+    if _is_cut(folder):
+        return f"{FOLDER}: '{folder}' {CUT} (or compile_cache_dir)"
+    if _is_cut(libraries := Path(torch.__file__).parent) and torch.__version__ < "2.14":
+        return f"PyTorch: '{libraries}' {CUT}, or PyTorch 2.14"
     folders = {FOLDER: folder}
     if torch.cuda.is_available() and os.environ.get(OF_TRITON):
         folders[OF_TRITON] = Path(os.environ[OF_TRITON])
@@ -122,6 +128,14 @@ def why_not() -> str | None:
         except subprocess.SubprocessError as error:
             return f"CXX: {compiler} cannot compile ({_said(error)}); expected a C++ compiler"
     return None
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a path is not one word of the text that inductor makes of its compiler's command."""
+    try:
+        return shlex.split(str(path)) != [str(path)]
+    except ValueError:  # a quote that is not closed
+        return True
 
 
 failed_later = False  # a kernel could not be built, although the trial went well
