@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base, whole_model
@@ -136,7 +137,7 @@ def main(cfg: Config, _: Run) -> None:
     if world.rank == 0 and cfg.into == "base":
         size = sum(file.stat().st_size for file in cfg.output.glob("*.safetensors"))
         print(f"merged model ({size / 2**30:.2f} GiB): {cfg.output}")
-        print(f"to use it: qfsdp chat model.path={cfg.output}")
+        print(f"to use it: qfsdp chat model.path={quote(str(cfg.output))}")
 
 
 if __name__ == "__main__":

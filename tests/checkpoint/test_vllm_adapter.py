@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import split
 from typing import Any
 
 import pytest
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
+from qfsdp.checkpoint.export.vllm_adapter import plan_adapter
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import check_output
@@ -52,6 +54,9 @@ def test_lora_goes_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         *prefix, field, weight = name.split(".")
         assert prefix[:2] == ["base_model", "model"] and weight == "weight"
         assert field in ("lora_A", "lora_B")
+    spaces = plan_adapter(ModelWeights(model_dir), "my base", adapter).command(tmp_path / "a b")
+    words = ["my base", "8", f"a b={tmp_path}/a b", f"{tmp_path}/a b/{TEMPLATE_FILE}"]
+    assert [split(spaces)[at] for at in (2, 5, 7, 9)] == words
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"adapter for vLLM: vllm serve {model_dir} --enable-lora --max-lora-rank 8 "
         f"--lora-modules mine={out} --chat-template {out / TEMPLATE_FILE}"

@@ -52,9 +52,10 @@ def test_templates_of_families(name: str, tmp_path: Path) -> None:
         assert go_template(tokenizer, False) is None
         assert "TEMPLATE" not in modelfile("x-Q8_0.gguf", tokenizer, False, {0})
         return
-    text = modelfile("x-Q8_0.gguf", tokenizer, False, {tokenizer.eos_id})
+    text = modelfile("My x-Q8_0.gguf", tokenizer, False, {tokenizer.eos_id})
+    assert text.startswith("# ollama create my-x-q8_0 -f 'My x-Q8_0.Modelfile'\n")
     eos = tokenizer.decode([tokenizer.eos_id], skip_special_tokens=False)
-    assert "FROM ./x-Q8_0.gguf" in text and f'PARAMETER stop "{eos}"' in text
+    assert "FROM ./My x-Q8_0.gguf" in text and f'PARAMETER stop "{eos}"' in text
     oracle = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join, quote
 
 from qfsdp.checkpoint.adapter_files import (
     CONFIG_FILE,
@@ -60,11 +61,11 @@ class VllmAdapter:
 
     def command(self, folder: Path) -> str:
         """The command that serves base and adapter, with the adapter in `folder`."""
-        words = ["vllm serve", self.base, "--enable-lora", f"--max-lora-rank {self.rank}"]
-        words.append(f"--lora-modules {folder.resolve().name}={folder}")
+        words = ["vllm", "serve", self.base, "--enable-lora", "--max-lora-rank", str(self.rank)]
+        words += ["--lora-modules", f"{folder.resolve().name}={folder}"]
         if (self.folder / TEMPLATE_FILE).is_file():
-            words.append(f"--chat-template {folder / TEMPLATE_FILE}")
-        return " ".join(words)
+            words += ["--chat-template", str(folder / TEMPLATE_FILE)]
+        return join(words)
 
 
 def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter:
@@ -93,7 +94,7 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
     if reason is not None:
         raise UserError(
             f"adapter: '{adapter}' {reason}; expected LoRA, or merge it: tune run recipes/merge "
-            f"--config configs/merge.yaml model.path={base} adapter={adapter} "
+            f"--config configs/merge.yaml model.path={quote(base)} adapter={quote(str(adapter))} "
             "output_dir=models/merged"
         )
     stored = quantization_of(json_object(weights.folder / "config.json"))

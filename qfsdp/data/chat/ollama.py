@@ -12,8 +12,10 @@ last question, or changes earlier turns. Functions that the model may call are l
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from qfsdp.common.errors import UserError
@@ -167,8 +169,9 @@ def modelfile(file: str, tokenizer: HFTokenizer | None, adds_bos: bool, stops: s
         adds_bos: as in `go_template`.
         stops: tokens that end an answer.
     """
-    name = file.partition(".")[0].lower()
-    lines = [f"# ollama create {name} -f {file.removesuffix('.gguf')}.Modelfile", f"FROM ./{file}"]
+    name = re.sub("[^a-z0-9_-]+", "-", file.partition(".")[0].lower())  # what Ollama takes
+    given = quote(f"{file.removesuffix('.gguf')}.Modelfile")
+    lines = [f"# ollama create {name} -f {given}", f"FROM ./{file}"]
     found = None if tokenizer is None else go_template(tokenizer, adds_bos)
     if found is None:
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shlex import quote
 from statistics import median_high as median
 from typing import Any
 
@@ -276,7 +277,7 @@ def report_at_end(output_dir: Path) -> None:
     model must not be lost for a picture."""
     try:
         run = read_run(output_dir)
-        command = f"tune run recipes/report {output_dir}"
+        command = f"tune run recipes/report {quote(str(output_dir))}"
         subtitle = f"{output_dir}; `{command}` adds the memory over a step, and other runs"
         write_page(output_dir / PAGE, run.name, subtitle, run_sections([run]))
         if not (chart := loss_chart([run])).is_empty:
