@@ -101,6 +101,9 @@ def test_every_key_has_an_answer_of_one_line(key: str) -> None:
         ),
         ("model.lora_rank=8", "unknown key 'model.lora_rank'; here it is 'adapter.rank'"),
         ("checkpointer.checkpoint_dir=x", "unknown key 'checkpointer'; here it is 'model.path'"),
+        ("model.pretrained_model_name_or_path=x", "here it is 'model.path'"),
+        ("distributed.cp_size=2", "here it is 'sharding.context_parallel'"),
+        ("checkpoint.checkpoint_dir=x", "here it is 'output_dir'"),
         ("checkpointer.output_dir=x", "unknown key 'checkpointer'; here it is 'output_dir'"),
         ("adapter=qlora", "here it is 'adapter.method=lora'"),
         ("model=org/name", "here it is 'model.path'"),
@@ -211,7 +214,8 @@ PUBLISHED = {
     "ms-swift": """adapters attn_impl lazy_tokenize load_from_cache_file merge_lora quant_bits
         rlhf_type router_aux_loss_coef sequence_parallel_size split_dataset_ratio system tuner_type
         train_type truncation_strategy val_dataset""",
-    "NeMo Automodel": "dataloader dist_env loss_fn packed_sequence peft recipe rng step_scheduler",
+    "NeMo Automodel": """cp_size dataloader dist_env ep_size loss_fn packed_sequence peft recipe rng
+        step_scheduler tp_size""",
     "TRL": """dataset_mixture dataset_streaming dataset_test_split eos_token model_revision
         packing_strategy pad_to_multiple_of shuffle_dataset assistant_only_loss
         attn_implementation beta bf16 dataset_num_proc dataset_text_field
