@@ -49,7 +49,8 @@ class StepsInBackward(Optimizer):
     @torch.no_grad()
     def _update(self, param: Tensor) -> None:
         assert param.grad is not None
-        norm = torch.linalg.vector_norm(local_part(param.grad), dtype=torch.float32)
+        rows = torch.linalg.vector_norm(local_part(param.grad), dim=-1, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(rows)  # of rows first, as `clip_grad_norm`
         setattr(param, USED_GRAD_NORM, norm)
         self.grad_norms[param] = norm
         groups = self._optimizer.param_groups

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component
 from qfsdp.training.optimizer import ELEMENTWISE, build_optimizer, check_optimizer
+from qfsdp.training.steps import clip_grad_norm
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -199,3 +200,15 @@ def test_muon_tells_that_ranks_change_its_updates() -> None:
     """Of a 64 x 48 matrix on two ranks by 2.2 %, where another order of columns changes 2e-5."""
     (line,) = run_ranks(2, told)[0]
     assert line.startswith("torch.optim.Muon adds up products of shards in bf16")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_norm_of_a_large_gradient(in_backward: bool) -> None:
+    """A CPU's own norm of 8 million fp32 numbers is 3e-4 too small; in fp64 it is exact."""
+    weight = nn.Parameter(torch.zeros(8192, 1024))
+    grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    build_optimizer(Component("torch.optim.SGD", {"lr": 0.0}), [weight], in_backward)
+    (weight * grad).sum().backward()
+    norm = clip_grad_norm([weight], None)
+    exact = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
