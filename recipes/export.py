@@ -115,7 +115,7 @@ def check(cfg: Config) -> None:
     if cfg.format == "gguf":
         plan = plan_gguf(merge, cfg.gguf_type)
         warn_of_limits(plan.model)
-        plan.tokenizer.warn_of_words()
+        plan.tokenizer.warn_of_words(plan.template)
         if (file := gguf_file(cfg)).exists():
             raise UserError(f"output_dir: '{file}' exists; expected a new file")
     else:

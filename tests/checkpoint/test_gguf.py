@@ -450,7 +450,9 @@ def test_tokens_of_several_spaces(tmp_path: Path) -> None:
     assert read_gguf_tokenizer(model, 608).tokens[3:5] == ["  ", "<sep>"]
 
 
-def test_what_training_puts_around_a_text(tmp_path: Path) -> None:
+def test_what_training_puts_around_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Tokens that only other files name; bos as `tokenizer.json` has it, whatever the config says;
     eos never ends a question; the file's chat template comes before the config's."""
     model = write_tiny_model(tmp_path / "model", **SIZES)
@@ -465,6 +467,10 @@ def test_what_training_puts_around_a_text(tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.token_type"][500] == gguf.TokenType.USER_DEFINED
     assert fields["tokenizer.ggml.add_bos_token"] and not fields["tokenizer.ggml.add_eos_token"]
     assert fields["tokenizer.chat_template"] == CHATML
+    assert "warning: the chat template has no bos, and llama.cpp" in capsys.readouterr().err
+    (model / TEMPLATE_FILE).write_text("{{ bos_token }}" + CHATML)
+    exported(model, tmp_path / "other")
+    assert "bos" not in capsys.readouterr().err
 
 
 def test_a_space_before_a_text_is_that_of_training(

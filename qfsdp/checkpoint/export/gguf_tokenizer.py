@@ -90,9 +90,14 @@ class GgufTokenizer:
     types: list[int]
     given: Given
 
-    def warn_of_words(self) -> None:
+    def warn_of_words(self, template: dict[str, str]) -> None:
         """Says on standard error where llama.cpp's rules are not quite those of training. It knows
-        no combining marks, and puts a space before a text and after special tokens, or nowhere."""
+        no combining marks, puts a space before a text and after special tokens, or nowhere, and bos
+        before a chat too.
+
+        Args:
+            template: as in `add_to`.
+        """
         if self.pre_tokenizer == "tekken":
             warn(
                 "llama.cpp cuts some words into other tokens than training did: those with "
@@ -102,6 +107,16 @@ class GgufTokenizer:
             warn(
                 "training put a space before a text, but not after special tokens; llama.cpp does "
                 "neither if the model has a chat template, and else both"
+            )
+        tokenizer = chat_tokenizer(template, self.folder) if self.given.bos else None
+        try:
+            chat = tokenizer and tokenizer.encode_chat([{"role": "user", "content": "a"}])
+        except UserError:
+            return  # its chats begin in another way
+        if chat and chat[0] != self.given.named["bos"]:
+            warn(
+                "the chat template has no bos, and llama.cpp puts one before a chat as before any "
+                "text; for chats: --override-kv tokenizer.ggml.add_bos_token=bool:false"
             )
 
     def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
