@@ -15,6 +15,7 @@ import pytest
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.convert import as_component
+from qfsdp.data.chat.messages import as_message
 from qfsdp.data.components import build_dataset
 from qfsdp.data.conversations import chat_dataset, instruct_dataset
 from qfsdp.data.files.rows import check_source
@@ -443,3 +444,20 @@ def test_unread_columns_of_other_projects_are_named(
     )
     assert f"{chats}: column 'loss_mask' is not read" in said
     assert not any("'tools'" in line for line in said)
+
+
+@pytest.mark.parametrize("keys", [("role", "value"), ("from", "content")])
+def test_keys_of_both_forms_in_one_message(keys: tuple[str, str]) -> None:
+    """The text was read as empty."""
+    who, said = keys
+    assert as_message({who: "user", said: "Hi"}) == {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize("key", ["text", "Content", "parts", "result", "output"])
+def test_a_text_in_another_key(key: str) -> None:
+    """A question or the result of a call would be empty, and the answer trained without."""
+    for value in ("Hi", ["Hi"], {"celsius": 0}, 0):
+        with pytest.raises(UserError, match=f"'tool' whose text stands in '{key}': .* key content"):
+            as_message({"role": "tool", "content": None, key: value})
+    assert as_message({"role": "tool", "content": "", key: "Hi"})["content"] == ""
+    assert as_message({"role": "tool", key: None})["content"] == ""

@@ -47,6 +47,9 @@ template."""
 _CALLS = ("function_call", "tool_call")
 """Roles whose text is a call, or a list of them, in JSON: ShareGPT's, ms-swift's."""
 
+_ELSEWHERE = ("text", "message", "content", "contents", "value", "parts", "output", "result")
+"""Keys, in small letters, that may hold a message's text where `content` has nothing."""
+
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys of a call's arguments: OpenAI's, Llama 3's, LangChain's, Anthropic's."""
 
@@ -68,7 +71,8 @@ def as_message(turn: Any) -> dict[str, Any]:
     `tool_call` and `tool_response`.
 
     Raises:
-        UserError: it is no message, or its content has parts that are not text.
+        UserError: it is no message, its text stands in another key, or its content has parts that
+            are not text.
     """
     if not isinstance(turn, Mapping):
         kind = type(turn).__name__
@@ -83,7 +87,9 @@ def as_message(turn: Any) -> dict[str, Any]:
             f"a message with role {given!r}; expected the keys role and content, or from and "
             f"value, with one of the roles {', '.join(ROLES)}"
         )
-    content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
+    names = ("content", "value") if openai else ("value", "content")
+    content = next((turn[name] for name in names if turn.get(name) is not None), None)
+    calls = turn.get("tool_calls")
     if content in (None, "", []) and openai:  # OpenAI's API has the text of a refusal beside it
         content = turn.get("refusal") or content
     if name in _CALLS:
@@ -91,6 +97,11 @@ def as_message(turn: Any) -> dict[str, Any]:
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):
         calls = [{"type": "function", "function": turn["function_call"]}]
+    if content is None and not calls:
+        held = (k for k in turn if str(k).lower() in _ELSEWHERE and turn[k] not in (None, "", []))
+        if (key := next(held, None)) is not None:
+            text = f"a message of the role {given!r} whose text stands in {key!r}"
+            raise UserError(f"{text}: {str(turn[key])[:60]!r}; expected the key {names[0]}")
     own = (*_OWN_KEYS, *_CHOOSES, *_CHOOSES_PARTS, "masked")
     kept = {key: value for key, value in _given(turn).items() if key not in own}
     message = {"role": role, "content": _content(content), **kept}
