@@ -317,8 +317,9 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
     """The `config.json` of a model folder, with all weights plain and of `dtype`."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in ("quantization_config", "dtype"):
-        config.pop(key, None)
-    if isinstance(text := config.get("text_config"), dict):
-        text.pop("quantization_config", None)
-    return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it
+    for part in (config, config.get("text_config")):  # which vLLM and a model of text alone read
+        if isinstance(part, dict):
+            for key in ("quantization_config", "dtype"):
+                part.pop(key, None)
+            part["torch_dtype"] = str(dtype).removeprefix("torch.")  # any version reads it
+    return config
