@@ -237,6 +237,9 @@ def test_what_the_template_leaves_out(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"row 1: .* leaves out tools \(weather\)"):
             chat_dataset(tokenizer, source=tools)
         assert len(chat_dataset(tokenizer, source=tools, tools_column=None)) == 1
+    held = [{"role": "system", "content": "S", "tools": TOOLS}, *PARALLEL[:1], CHAT[2]]
+    with pytest.raises(UserError, match=r"'tools' \(weather\) of message 1 of 3 .* column 'tools'"):
+        hf_tokenizer(str(folder)).tokenize_messages(held)
     one = HERMES.replace("in message.tool_calls", "in message.tool_calls[:1]")
     tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=one)))
     twice = [call("weather", city="Rome"), call("weather", city="Oslo")]

@@ -161,6 +161,14 @@ class TrainedSpans:
         """
         messages = self.conversation.messages
         for index, message in enumerate(messages):
+            for key in ("tools", "functions"):
+                held = message.get(key)
+                names = filter(None, map(function_name, held if isinstance(held, list) else ()))
+                if name := next((name for name in names if name not in self.rendered.text), None):
+                    raise UserError(
+                        f"{self.chats.source}: the chat template leaves out {key!r} ({name}) of "
+                        f"{place(messages, index)}; expected them in the row's column 'tools'"
+                    )
             what = next(self._missing(index, message), None)
             if what is not None:
                 earlier = index < len(messages) - 1 and what in (REASONING[0], BEFORE_THINK)
