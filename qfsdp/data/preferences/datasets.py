@@ -69,7 +69,7 @@ def preference_dataset(
             them. They are not trained.
         system_prompt: a system message for rows without one.
         tools_column: as in `chat_dataset`.
-        prompt_template: makes the prompt from columns, as in `instruct_dataset`.
+        prompt_template: makes the prompt from columns, such as "{instruction} {input}".
 
     Raises:
         UserError: the source, a column or a message is wrong, or no row can be used.
