@@ -241,5 +241,5 @@ def eos_ids(folder: Path) -> set[int]:
             listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
             if not all(token is None or type(token) is int for token in listed):
                 raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
-            found |= set(listed) - {None}
+            found |= {token for token in listed if token is not None and token >= 0}  # -1: none
     return found

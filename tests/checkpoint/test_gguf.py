@@ -454,7 +454,7 @@ def test_what_training_puts_around_a_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Tokens that only other files name; bos as `tokenizer.json` has it, whatever the config says;
-    eos never ends a question; the file's chat template comes before the config's."""
+    ids that are tokens; eos never ends a question; the template's file comes before the config."""
     model = write_tiny_model(tmp_path / "model", **SIZES)
     tokenizer, special = tokenizer_of("llama-bpe"), [("<s>", 0), ("</s>", 1)]
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "$A $B", special)
@@ -462,7 +462,14 @@ def test_what_training_puts_around_a_text(
     flags = {"add_bos_token": False, "add_eos_token": True, "chat_template": "another"}
     write_folder(model, tokenizer, added_tokens_decoder=listed, **flags)
     (model / TEMPLATE_FILE).write_text(CHATML)
+    sizes = json.loads((model / "config.json").read_text())
+    ids = {"pad_token_id": -1, "eos_token_id": [-1, 2], "unk_token_id": 4000, "sep_token_id": 3}
+    (model / "config.json").write_text(json.dumps(sizes | ids))
     fields, _ = contents(exported(model, tmp_path / "out"))
+    named = {key: value for key, value in fields.items() if key.endswith("_token_id")}
+    assert {key.split(".")[-1].removesuffix("_token_id"): i for key, i in named.items()} == {
+        **{"bos": 0, "eos": 1, "seperator": 3, "eot": 3},
+    }
     assert fields["tokenizer.ggml.tokens"][500] == "<think>"
     assert fields["tokenizer.ggml.token_type"][500] == gguf.TokenType.USER_DEFINED
     assert fields["tokenizer.ggml.add_bos_token"] and not fields["tokenizer.ggml.add_eos_token"]

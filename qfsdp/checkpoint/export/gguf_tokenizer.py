@@ -29,6 +29,7 @@ BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 SPACE = "\u2581"  # what SentencePiece writes for a space
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")  # which a file names
 ADDED_SCORE = -1000.0  # of tokens that no merge makes
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -135,9 +136,14 @@ class GgufTokenizer:
             writer.add_token_scores(self.scores)
         writer.add_token_types(self.types)
         count, merges = len(self.tokens), self.kind == BYTE_LEVEL_BPE
-        special = gguf.SpecialVocab(self.folder, load_merges=merges, n_vocab=count)
-        of_model = gguf.SpecialVocab(folder, n_vocab=count).special_token_ids
-        special.special_token_ids = of_model | special.special_token_ids | self.given.named
+        special = gguf.SpecialVocab(self.folder, merges, special_token_types=(), n_vocab=count)
+        config = read_json(folder / "config.json")
+        text = config.get("text_config") or {}
+        config = text | {key: value for key, value in config.items() if value is not None}
+        ids = {name: config.get(f"{name}_token_id") for name in SPECIAL} | self.given.named
+        # Some configs have -1 for none, or one of a larger vocabulary.
+        known = {n: i for n, i in ids.items() if isinstance(i, int) and 0 <= i < count}
+        special.special_token_ids = known
         # Without the first, llama.cpp decides by `pre_tokenizer`. With the second, it would end
         # every question with eos.
         special.add_special_token = {"bos": self.given.bos, "eos": False}
@@ -222,6 +228,7 @@ def _given(folder: Path, described: dict[str, Any], bos: bool, space: bool) -> G
     added = {i: (t.content, t.special) for i, t in backend.get_added_tokens_decoder().items()}
     ids = {name: backend.token_to_id(text) for name, text in files.token_names().items()}
     named = {name.removesuffix("_token"): i for name, i in ids.items() if i is not None}
+    named = {name: named[name] for name in SPECIAL if name in named}
     special, spaces = next((text for text, special in added.values() if special), ""), []
     for before in ("", special):
         tokens = backend.encode(f"{before}a", add_special_tokens=False).tokens
