@@ -129,6 +129,9 @@ def check_optimizer(
         if of_torch and not on_gpu and "closure" not in _needed(built):
             dummy.grad = torch.zeros_like(dummy)
             built.step()  # SparseAdam refuses every gradient that is not sparse
+            if not dummy.isfinite():  # 0 / 0; LoRA's A has a gradient of 0 at first
+                found = f"{optimizer.path} makes {dummy.item()} of a weight whose gradient is 0"
+                raise UserError(f"optimizer: {found}; expected an eps above 0")
         return built
 
     built = _tried("optimizer", optimizer, build)

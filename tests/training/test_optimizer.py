@@ -141,6 +141,12 @@ def test_a_constructor_that_fails() -> None:
         check_optimizer(adamw, None)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "RMSprop", "Adagrad"])
+def test_one_that_makes_nan_of_no_gradient(name: str) -> None:
+    with pytest.raises(UserError, match=f"^optimizer: torch.optim.{name} makes nan of a weight"):
+        check_optimizer(Component(f"torch.optim.{name}", {"lr": 0.1, "eps": 0.0}), None)
+
+
 @pytest.mark.parametrize(
     ("schedule", "kwargs"),
     [("StepLR", {"step_size": 0}), ("CosineAnnealingLR", {"T_max": 0})],
