@@ -128,8 +128,11 @@ def limits_of_the_system() -> Iterator[None]:
         raise UserError(met) from None
 
 
+_NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
+
+
 def _limit(error: Exception) -> str | None:
-    """The limit that an error has met: of names of files, or of address space."""
+    """The limit that an error has met: of names of files, of threads, or of address space."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = shortened(str(error.filename))
         return f"{name}: {error.strerror}; expected at most 255 bytes per name"
@@ -143,4 +146,11 @@ def _limit(error: Exception) -> str | None:
     if full and size != resource.RLIM_INFINITY:
         most = f"ulimit -v: {size >> 10} KiB of address space are used up"
         return f"{most} ({shortened(str(error) or 'MemoryError', 100)}); expected `unlimited`"
+    if isinstance(error, RuntimeError) and any(word in text for word in _NO_THREAD):
+        count = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        given = "unlimited" if count == resource.RLIM_INFINITY else str(count)
+        return (
+            f"no thread can be started; expected more than `ulimit -u` ({given}), or pids.max of "
+            "the container, allows"
+        )
     return None

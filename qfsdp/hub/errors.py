@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,11 @@ def _explain(error: Exception, name: str, cache: Path) -> tuple[str, str]:
     if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
         return f"cannot be locked in the cache '{cache}' ({error.strerror})", (
             "HF_HOME on a file system with file locks, or a folder"
+        )
+    certificates = os.environ.get("SSL_CERT_FILE")
+    if certificates and not os.path.isfile(certificates):  # httpx does not tell the name
+        return f"could not be downloaded (SSL_CERT_FILE: '{certificates}' is no file)", (
+            "a file of certificates, or no SSL_CERT_FILE"
         )
     return f"could not be downloaded ({_short(error)})", (
         f"a network and a '{cache}' that can be written; the same command goes on where this one "

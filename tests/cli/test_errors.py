@@ -32,13 +32,23 @@ def test_address_space(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     if limit == resource.RLIM_INFINITY:
-        with pytest.raises(type(error)), user_errors():
+        limited = "thread" in str(error)  # by `ulimit -u`
+        with pytest.raises(SystemExit if limited else type(error)), user_errors():
             raise error
         return
     with pytest.raises(SystemExit), user_errors():
         raise error
     err = capsys.readouterr().err
     assert err.startswith("error: ulimit -v: 1048576 KiB") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["can't start new thread", "Resource temporarily unavailable"])
+def test_no_more_threads(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ulimit -u`, or a container's limit of processes."""
+    with pytest.raises(SystemExit), user_errors():
+        raise RuntimeError(text)
+    err = capsys.readouterr().err
+    assert err.startswith("error: no thread can be started; expected") and err.count("\n") == 1
 
 
 def test_a_mistake_of_all_ranks_is_told_once(

@@ -24,6 +24,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component
 from qfsdp.hub import download as hub
 from qfsdp.hub.download import download, local_folder, split_name
+from qfsdp.hub.errors import explained
 from qfsdp.launch.start import checked as check_and_download
 from tests.hub_server import HubServer, files_of
 from tests.tiny import write_tiny_model
@@ -150,6 +151,14 @@ def test_a_cache_without_locks(
     check_and_download(lambda _: None, config())
     name = "model-00001-of-00002.safetensors"
     assert (local_folder(NAME) / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_certificates_that_are_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What httpx raises has no name of a file."""
+    monkeypatch.setenv("SSL_CERT_FILE", f"{tmp_path}/no.pem")
+    told = f"SSL_CERT_FILE: '{tmp_path}/no.pem' is no file"
+    with pytest.raises(UserError, match=told), explained("model.path", NAME, tmp_path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
 def test_a_mistake_costs_no_download(server: HubServer) -> None:

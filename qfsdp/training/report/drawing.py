@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import sys
 from collections.abc import Iterator
 from html import escape
 from io import StringIO
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+from unittest.mock import patch
 
 from qfsdp.common.files import whole_file
 from qfsdp.training.report.charts import COLOURS, Chart, drawable, number, thinned
@@ -27,9 +31,25 @@ STEPS = (1, 2, 2.5, 5, 10)  # between ticks, times a power of ten
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
+def _import_matplotlib() -> None:
+    """Imports it where it would fail, and without what it says of its cache: processes that are
+    started in a notebook have the notebook's MPLBACKEND, which need not be installed for them."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    try:
+        import matplotlib  # noqa: F401
+    except Exception:
+        # Perhaps an earlier import failed, that of TensorBoard; both leave half of the package.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+            del sys.modules[name]
+        with patch.dict(os.environ):
+            os.environ.pop("MPLBACKEND", None)
+            import matplotlib  # noqa: F401
+
+
 def svg(chart: Chart) -> str:
     """The chart as an `svg` element without title and legend, each dot with its values as a
     tooltip."""
+    _import_matplotlib()
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -59,6 +79,7 @@ def svg(chart: Chart) -> str:
 def write_picture(chart: Chart, path: Path) -> None:
     """Draws a chart into `path`, .png or .svg; its folder is made if need be. Raises OSError: the
     file cannot be written."""
+    _import_matplotlib()
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,20 @@ from qfsdp.planning.tracker import KINDS
 from qfsdp.training.report.charts import Chart, Line, is_geometric, needs_log, number, thinned
 from qfsdp.training.report.drawing import HEIGHT, svg, write_picture
 from qfsdp.training.report.page import figure
+from tests.tiny import ROOT
 
 NAN = float("nan")
+
+
+def test_the_backend_of_a_notebook() -> None:
+    """Processes that a notebook starts have its MPLBACKEND; their pages were not written."""
+    script = "import torch.utils.tensorboard\n"  # imports it, and keeps silent if that fails
+    script += "from qfsdp.training.report.charts import Chart, Line\n"
+    script += "from qfsdp.training.report.drawing import svg\n"
+    script += "svg(Chart('loss', 'step', 'nats', [Line('a', [(1.0, 2.0), (2.0, 1.0)])]))\n"
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inlined.backend_inline"}
+    environment["PYTHONPATH"] = str(ROOT)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_numbers_are_short() -> None:
