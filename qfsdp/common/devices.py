@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 NOT_TAKEN = ("mps",)
+# Variables that libraries read as they are; `huggingface_hub` reads its own as a shell would.
+CACHES = (
+    "HF_DATASETS_CACHE",
+    "QFSDP_CACHE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TMPDIR",
+)
 DRIVERS = {"NVIDIA": "/proc/driver/nvidia/version", "AMD": "/sys/module/amdgpu/version"}
 WHEELS = {"NVIDIA": "cu128", "AMD": "rocm6.4"}
 
@@ -38,11 +46,15 @@ def check_system() -> None:
 
 
 def need_home() -> None:
-    """Sets HOME for a user without one, as in a container that is started with a user's number: the
-    caches of libraries would go to a folder named "~" in the current folder."""
+    """Sets HOME for a user without one, as in a container that is started with a user's number, and
+    replaces "~" in the names of caches, which a file of variables keeps: they would go to a folder
+    named "~" in the current folder."""
     if os.path.expanduser("~") == "~":
         home = os.environ["HOME"] = f"{tempfile.gettempdir()}/home_uid_{os.getuid()}"
         warn(f"HOME: not set, and user {os.getuid()} has no home; '{home}' is taken")
+    for name in CACHES:
+        if os.environ.get(name, "").startswith("~/"):
+            os.environ[name] = os.path.expanduser(os.environ[name])
 
 
 def cores() -> int:

@@ -48,8 +48,10 @@ def test_a_user_without_a_home(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     assert os.path.expanduser("~") == "~"
+    monkeypatch.setenv("HF_DATASETS_CACHE", "~/a")
     check_system()
     assert os.path.isabs(os.path.expanduser("~/.cache"))
+    assert os.environ["HF_DATASETS_CACHE"] == f"{os.environ['HOME']}/a"
     assert capsys.readouterr().err.startswith(f"warning: HOME: not set, and user {os.getuid()} has")
     check_system()
     assert not capsys.readouterr().err
