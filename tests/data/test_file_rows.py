@@ -390,6 +390,18 @@ def test_a_shuffled_split_is_the_same_everywhere(tmp_path: Path) -> None:
     assert len(answers(tmp_path, split="train[-30:] shuffled", max_rows=4)) == 4
 
 
+def test_files_of_a_folder_do_not_stay_open(tmp_path: Path) -> None:
+    """A folder with more files than a process may open; of some only the first rows are read."""
+    for number in range(40):
+        lines(tmp_path / f"{number}.jsonl", *({"a": number} for _ in range(1 + number % 3)))
+    before = len(os.listdir("/proc/self/fd"))
+    rows = [load_rows(str(tmp_path), f"train[{part}] shuffled") for part in (":-20", "-20:")]
+    for part in rows:
+        assert len(list(part.select(range(9, 18)))) == 9
+        assert len(list(part)) == len(part)
+    assert len(os.listdir("/proc/self/fd")) - before <= 1
+
+
 def test_a_shuffled_split_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset
 

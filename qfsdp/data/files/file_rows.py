@@ -95,7 +95,12 @@ class FilePart:
                 number += 1
                 if number == stop:
                     break
-        self._left = (number, records)
+        # Not at the end of a file: it would stay open, and a folder may have 10,000 of them.
+        self._left = (number, records) if number < self.count else None
+
+    def close(self) -> None:
+        """Closes the file, which is open where it was read in part."""
+        self._left = None
 
     def has(self, column: str) -> bool:
         """Whether a row has the key; looks at all of them if need be."""
@@ -137,7 +142,7 @@ class FileRows:
     """
 
     def __init__(self, parts: Sequence[FilePart]) -> None:
-        self._parts = parts
+        self._parts, self._last = parts, list[FilePart]()  # shared with what is selected
         self._starts = [0, *accumulate(part.count for part in parts)]
         self._spans = [range(self._starts[-1])]
         self.column_names = list(dict.fromkeys(name for part in parts for name in part.columns))
@@ -149,9 +154,17 @@ class FileRows:
         for span in self._spans:
             at = bisect_right(self._starts, span.start) - 1
             while at < len(self._parts) and self._starts[at] < span.stop:
-                first, part = self._starts[at], self._parts[at]
+                first, part = self._starts[at], self._open(at)
                 yield from part.rows(max(span.start - first, 0), min(span.stop - first, part.count))
                 at += 1
+
+    def _open(self, at: int) -> FilePart:
+        """A part to be read. Closes the one that was read before."""
+        part = self._parts[at]
+        if self._last and self._last[0] is not part:
+            self._last[0].close()
+        self._last[:] = [part]
+        return part
 
     def select(self, *chosen: range) -> FileRows:
         """Some of the rows: ranges with step 1, one after the other."""
