@@ -10,6 +10,7 @@ import csv
 import importlib.util
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from qfsdp.common.errors import UserError, check_bounds
@@ -72,7 +74,8 @@ class LMEvalConfig:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """One metric of one task. The interval is None if the metric is not a mean over rows."""
+    """One metric of one task. Where several filters read the answers, as of gsm8k, its name ends
+    with the filter's. The interval is None if the metric is not a mean over rows."""
 
     task: str
     metric: str
@@ -350,15 +353,19 @@ def evaluate(
     samples: dict[str, list[dict[str, Any]]] = found["samples"]
     scores = []
     for task, metrics in found["results"].items():
+        several = len({row["filter"] for row in samples[task]}) > 1
         for key, value in metrics.items():
             metric, _, filtered = key.partition(",")
             if not filtered or metric.endswith("_stderr") or not isinstance(value, float):
                 continue
             rows = [row for row in samples[task] if row["filter"] == filtered and metric in row]
             numbers = [row[metric] for row in rows if isinstance(row[metric], int | float)]
-            whole = bool(rows) and len(numbers) == len(rows)
+            # A perplexity has a log-likelihood of every row, and is not their mean.
+            mean = fmean(numbers) if numbers and len(numbers) == len(rows) else math.nan
+            whole = math.isclose(mean, value, rel_tol=1e-6, abs_tol=1e-9)
             interval = mean_interval([float(number) for number in numbers]) if whole else None
-            scores.append(TaskMetric(task, metric, float(value), interval, len(rows)))
+            name = key if several else metric
+            scores.append(TaskMetric(task, name, float(value), interval, len(rows)))
     return scores + _over_subjects(config, samples), samples
 
 

@@ -24,6 +24,7 @@ from qfsdp.evaluation.prompts import special_stops
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
+LAST = "(the last message ends here) "  # without its space: the template trims messages
 
 
 class HarnessModel(TemplateLM):
@@ -170,8 +171,10 @@ class HarnessModel(TemplateLM):
         Without the generation prompt it ends with the text of the last message, for the model to
         continue.
         """
-        text: str = self.tokenizer.render(chat_history, add_generation_prompt)
         if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+            return str(self.tokenizer.render(chat_history, True))
+        *before, last = chat_history
+        marked = last | {"content": last["content"] + LAST}
+        text: str = self.tokenizer.render([*before, marked])
+        at = text.rindex(LAST.strip())
+        return text[:at] if text.startswith(LAST, at) else text[:at].rstrip()

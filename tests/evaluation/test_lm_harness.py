@@ -92,6 +92,49 @@ def test_answers_equal_the_hf_model(smollm2_dir: Path) -> None:
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("template", ["{{ m.content }}", "{{ m.content | trim }}"])
+def test_an_answer_that_is_begun(smollm2_dir: Path, template: str) -> None:
+    """As of humaneval_instruct, whose beginning of the answer ends with a line break."""
+    from transformers import AutoTokenizer
+
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
+
+    template = "{% for m in messages %}[{{ m.role }}]" + template + "[/{{ m.role }}]{% endfor %}"
+    tokenizer, model = hf_tokenizer(str(smollm2_dir), chat_template=template), None
+    lm = HarnessModel(model, tokenizer, set(), cpu_world(), 1)  # type: ignore[arg-type]
+    oracle = AutoTokenizer.from_pretrained(smollm2_dir)
+    for begun in ("The answer is", "The answer is ", "def f():\n", "", "assistant"):
+        chat = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": begun}]
+        expected = oracle.apply_chat_template(
+            chat, chat_template=template, tokenize=False, continue_final_message=True
+        )
+        assert lm.apply_chat_template(chat, add_generation_prompt=False) == expected
+
+
+@needs_lm_eval
+def test_intervals_and_names_of_metrics(smollm2_dir: Path, tmp_path: Path) -> None:
+    """A perplexity had the interval of log-likelihoods; gsm8k's two filters the same name."""
+    (tmp_path / "lambada_openai.test.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"He opened the {word}"}) for word in ("door", "box", "can"))
+    )
+    asked = {"question": "2 + 3?", "answer": "#### 5"}
+    for split in ("train", "test"):
+        (tmp_path / f"gsm8k.{split}.jsonl").write_text(json.dumps(asked))
+    folder = write_tiny_model_with_tokenizer(
+        tmp_path / "model", smollm2_dir, max_position_embeddings=512
+    )
+    config = LMEvalConfig(["lambada_openai", "gsm8k"], None, 0, str(tmp_path))
+    model, tokenizer = load_model(folder, format="none"), hf_tokenizer(str(folder))
+    scores, _ = run_tasks(config, load_tasks(config), model, tokenizer, set(), cpu_world(), 2)
+    found = {(score.task, score.metric): score for score in scores}
+    assert len(found) == len(scores) == 4
+    assert found["lambada_openai", "perplexity"].interval is None
+    assert found["lambada_openai", "acc"].interval == wilson(0, 3)
+    assert found["gsm8k", "exact_match,strict-match"].rows == 1
+    assert ("gsm8k", "exact_match,flexible-extract") in found
+
+
+@needs_lm_eval
 def test_texts_longer_than_the_model(smollm2_dir: Path, tmp_path: Path) -> None:
     folder = write_tiny_model_with_tokenizer(
         tmp_path / "model", smollm2_dir, hidden_size=96, max_position_embeddings=16
