@@ -15,7 +15,7 @@ from qfsdp.modules.adapters.trained_rows import FIELD, trained_rows
 from qfsdp.modules.adapters.whole import WHOLE
 from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.low_rank.linear import low_rank_linears
-from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
+from qfsdp.modules.targets import ALL_LINEAR, FEW_ROWS, LINEAR_NAMES, linears_of
 
 # Fields that must be the same, besides the method; of other methods `SHARED_FIELDS`.
 OF_KIND = {"ia3": [], "miss": ["rank"], "oft": ["block_size"]}
@@ -57,7 +57,7 @@ def check_settings(
         raise differs(FIELD, config.trainable_token_indices, its)
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found, known = {name.rpartition(".")[2] for name in theirs.linears}, linears_of(model)
-    if found != adapted and found <= {*LINEAR_NAMES, *ROUTER_NAMES}:
+    if found != adapted and found <= {*LINEAR_NAMES, *FEW_ROWS}:
         mine, its = (_as_targets(names, known) for names in (adapted, found))
         raise differs("targets", mine, its, "adapts")
     _check_ranks(theirs, folder, model)
@@ -108,5 +108,5 @@ def _as_targets(names: set[str], known: list[str]) -> str:
     rest = [name for name in LINEAR_NAMES if name in names]
     if set(known) - {"lm_head"} <= names:
         rest = [ALL_LINEAR, *(["lm_head"] if "lm_head" in names else [])]
-    rest += [name for name in ROUTER_NAMES if name in names]
+    rest += [name for name in FEW_ROWS if name in names]
     return rest[0] if rest == [ALL_LINEAR] else f"[{','.join(rest)}]"

@@ -31,7 +31,7 @@ class DeltaNet(KeepsFp32):
     """`[batch, seq, hidden]` -> the same, as `Attention` is called.
 
     `in_proj_a` and `in_proj_b` (or both in one) make a decay and a step for each head: they are few
-    rows, and neither quantized nor adapted.
+    rows, not quantized, and adapted only if they are named.
 
     Fields:
         inner: names of the linears that make queries, keys, values and gates.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import nn
 
@@ -36,16 +37,19 @@ HUB_NAMES = (
     *("w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"),
     *("per_layer_input_gate", "per_layer_projection"),
 )
-# Routers of mixtures. They are adapted only if adapter.targets names them.
+# Routers of mixtures.
 ROUTER_NAMES = ("gate", "router")
+# Linears of few rows, which are never quantized. They are adapted only if adapter.targets names
+# them: routers, gates of shared experts, steps of recurrent layers.
+FEW_ROWS = (*ROUTER_NAMES, "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 
-def check_targets(key: str, targets: str | list[str], routers: bool = False) -> None:
+def check_targets(key: str, targets: str | list[str], few_rows: bool = False) -> None:
     """Raises `UserError` unless `targets` is "all-linear" or a non-empty list of names of
-    `LINEAR_NAMES`, `HUB_NAMES` and, with `routers`, `ROUTER_NAMES` (a list may hold "all-linear"
+    `LINEAR_NAMES`, `HUB_NAMES` and, with `few_rows`, `FEW_ROWS` (a list may hold "all-linear"
     too: `[all-linear, lm_head]`)."""
     names = [targets] if isinstance(targets, str) else targets
-    known = [ALL_LINEAR, *LINEAR_NAMES, *(ROUTER_NAMES if routers else ())]
+    known = [ALL_LINEAR, *LINEAR_NAMES, *(FEW_ROWS if few_rows else ())]
     if not names:
         raise UserError(f"{key}: [] names no linear; expected {ALL_LINEAR!r} or some of {known}")
     for name in names:
@@ -64,14 +68,15 @@ def target_modules(
 ) -> list[tuple[str, nn.Module]]:
     """(name, module) of every module of type `kind` that `targets` selects, in model order.
 
-    "all-linear" selects every linear of every decoder layer, but neither `lm_head` nor routers. A
-    model of transformers says which linears those are (`HubDecoder.linears`), and has no others.
+    "all-linear" selects every linear of every decoder layer, but neither `lm_head` nor `FEW_ROWS`.
+    A model of transformers says which linears these are (`HubDecoder.linears`, `few_rows`).
     """
     names = {targets} if isinstance(targets, str) else set(targets)
     stand: Sequence[str] | None = getattr(model, "linears", None)
     if ALL_LINEAR in names and stand is None:
         names |= set(LINEAR_NAMES) - {"lm_head"}
-    allowed = None if stand is None else {*stand, "lm_head"}
+    few = getattr(model, "few_rows", ())
+    allowed = None if stand is None else {*stand, *few, "lm_head"}
     chosen = set(stand or ()) if ALL_LINEAR in names else set()
     return [
         (name, module)
@@ -81,20 +86,21 @@ def target_modules(
     ]
 
 
-def linears_of(model: nn.Module, names: Sequence[str] = LINEAR_NAMES) -> list[str]:
-    """Those of `names` that a model has, whatever its linears have become; of a model of
-    transformers all that can be named."""
+def linears_of(model: nn.Module, few_rows: bool = False) -> list[str]:
+    """Names of the linears that a model has, whatever they have become; with `few_rows`, also of
+    those that have few rows."""
     if (stand := getattr(model, "linears", None)) is not None:
-        return [*dict.fromkeys(name.rpartition(".")[2] for name in stand), "lm_head"]
+        few = cast(Any, model).few_rows if few_rows else ()
+        return [*dict.fromkeys(name.rpartition(".")[2] for name in (*stand, *few)), "lm_head"]
     found = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [name for name in names if name in found]
+    return [n for n in (*LINEAR_NAMES, *(FEW_ROWS if few_rows else ())) if n in found]
 
 
 def check_present(
-    key: str, targets: str | list[str], model: nn.Module, names: Sequence[str] = LINEAR_NAMES
+    key: str, targets: str | list[str], model: nn.Module, few_rows: bool = False
 ) -> None:
-    """Raises `UserError` if `targets` has a name that is not among `names`, or not in the model."""
-    known = [ALL_LINEAR, *linears_of(model, names)]
+    """Raises `UserError` if `targets` has a name that is not one of `linears_of`."""
+    known = [ALL_LINEAR, *linears_of(model, few_rows)]
     for name in [targets] if isinstance(targets, str) else targets:
         if "," in name:
             raise UserError(f"{key}: {name!r} is no list; expected '{key}=[{name}]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -122,3 +123,18 @@ def test_ia3_has_places_and_no_ranks() -> None:
         InvalidField, match="rank_pattern: .* as method ia3 has no low-rank product"
     ):
         AdapterConfig("ia3", rank_pattern={"k_proj": 2}).check()
+
+
+def test_a_pattern_of_each_linear_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters of PEFT may have a rank for each linear, more than the 512 that `re` remembers."""
+    compiled, compile_one = list[str](), re._compiler.compile  # type: ignore[attr-defined]
+
+    def counting(pattern: str, flags: int) -> Any:
+        compiled.append(pattern)
+        return compile_one(pattern, flags)
+
+    names = [f"model.layers.{layer}.q_proj" for layer in range(600)]
+    config = AdapterConfig(rank_pattern={name: 3 + at for at, name in enumerate(names)})
+    monkeypatch.setattr("re._compiler.compile", counting)
+    assert [config.of(name).rank for name in names] == list(range(3, 603))
+    assert len(compiled) == 600

@@ -59,7 +59,27 @@ def test_our_own_layers_of_two_kinds_compute_the_same(name: str, tmp_path: Path)
     check_against_peft(name, tmp_path, "native")
 
 
-def check_against_peft(name: str, tmp_path: Path, implementation: Implementation) -> None:
+FEW_ROWS = {"qwen3_5": ["in_proj_a", "in_proj_b"], "qwen2_moe": ["shared_expert_gate"]}
+
+
+@pytest.mark.parametrize("implementation", ["transformers", "native"])
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_linears_of_few_rows_are_adapted_if_named(
+    name: str, implementation: Implementation, tmp_path: Path
+) -> None:
+    adapter = hub_models.adapter_of(name)
+    adapter.targets = ["all-linear", *FEW_ROWS[name]]
+    if name == "qwen2_moe":  # natively all-linear means experts too
+        adapter.method, adapter.targets = "lora", ["q_proj", *FEW_ROWS[name]]
+    check_against_peft(name, tmp_path, implementation, adapter)
+
+
+def check_against_peft(
+    name: str,
+    tmp_path: Path,
+    implementation: Implementation,
+    adapter: AdapterConfig | None = None,
+) -> None:
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
@@ -70,12 +90,13 @@ def check_against_peft(name: str, tmp_path: Path, implementation: Implementation
         plain = built(tmp_path / "model", implementation=implementation)(tokens)
     # See hub_models/documents.py and experts.py.
     own_layers = native or name in ("qwen3_5", "qwen3_5_whole", "lfm2", "falcon_h1", "deepseek_v3")
-    own_layers |= name in hub_models.MIXTURES
+    own_layers |= name in (*hub_models.MIXTURES, "qwen2_moe")
     expected = reference(tokens, use_cache=False).logits
     bound = 1e-5 * float(expected.abs().max()) if own_layers else 0.0
     torch.testing.assert_close(plain, expected, rtol=0, atol=bound)
 
-    adapter = hub_models.adapter_of(name)
+    default = adapter is None
+    adapter = adapter or hub_models.adapter_of(name)
     model = built(tmp_path / "model", adapter, implementation=implementation)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
     missing, unexpected = load_dequantized(model, reference)
@@ -91,7 +112,7 @@ def check_against_peft(name: str, tmp_path: Path, implementation: Implementation
         if isinstance(m, LoraLayer)
     }
     assert adapted == {name for name, _ in adapted_linears(model)}
-    if not native:
+    if not native and default:
         experts = set() if adapter.targets else set(model.expert_linears)
         assert adapted == set(model.linears) - set(model.not_adapted) - experts
 
@@ -241,9 +262,9 @@ def test_linears_of_one_name_are_taken_together() -> None:
         nn.ModuleDict({"o_proj": nn.Linear(size, 64), "router_proj": nn.Linear(64, 4)})
         for size in (64, 2048)
     )
-    taken, plain = linears_of_layers(layers, "layers")
+    taken, plain, if_named = linears_of_layers(layers, "layers")
     assert taken == ["layers.0.o_proj", "layers.1.o_proj"]
-    assert plain == ["layers.0.router_proj", "layers.1.router_proj"]
+    assert plain == if_named == ["layers.0.router_proj", "layers.1.router_proj"]
 
 
 def test_linears_that_have_a_number_for_a_name_stay_plain() -> None:
@@ -252,9 +273,9 @@ def test_linears_that_have_a_number_for_a_name_stay_plain() -> None:
         nn.ModuleDict({"dense": nn.Linear(64, 64), "ffn": nn.Sequential(nn.Linear(64, 64))})
         for _ in range(2)
     )
-    taken, plain = linears_of_layers(layers, "h")
+    taken, plain, if_named = linears_of_layers(layers, "h")
     assert taken == ["h.0.dense", "h.1.dense"]
-    assert plain == ["h.0.ffn.0", "h.1.ffn.0"]
+    assert (plain, if_named) == (["h.0.ffn.0", "h.1.ffn.0"], [])
 
 
 def test_layers_that_share_weights_are_refused() -> None:

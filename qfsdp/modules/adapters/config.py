@@ -35,12 +35,12 @@ class AdapterConfig:
         alpha: the product is scaled by alpha / rank.
         dropout: probability, on the input of the low-rank product.
         targets: "all-linear" (every linear of every layer), or a list of names, which may contain
-            `lm_head`, and the router of a mixture (`gate`; `router` in gpt-oss), which is frozen
-            otherwise. A name may be longer: `self_attn.q_proj`, `layers.0.mlp.up_proj`; experts of
-            transformers' models have such names alone (`experts.down_proj`). Or a pattern, a
-            regular expression of whole names: ".*\\.mlp\\.(up|down)_proj". null: "all-linear", or
-            [k_proj, v_proj, down_proj] with ia3. IA3 scales the inputs of down_proj and the outputs
-            of the others.
+            `lm_head`, and linears of few rows, which are frozen otherwise: the router of a mixture
+            (`gate`; `router` in gpt-oss), `shared_expert_gate`, `in_proj_a`, `in_proj_b`. A name
+            may be longer: `self_attn.q_proj`, `layers.0.mlp.up_proj`; experts of transformers'
+            models have such names alone (`experts.down_proj`). Or a pattern, a regular expression
+            of whole names: ".*\\.mlp\\.(up|down)_proj". null: "all-linear", or [k_proj, v_proj,
+            down_proj] with ia3. IA3 scales the inputs of down_proj and the outputs of the others.
         layers: layers whose linears are adapted, from 0: "0-15" or a list; null: all.
         exclude: linears that are not adapted: names or a pattern, as in `targets`.
         rank_pattern: end of a name -> the rank of these linears, such as `{q_proj: 8}`. It may be a

@@ -9,6 +9,7 @@ matches a whole name, an entry of a list the end of a name from a dot on, and a 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,10 @@ from torch import nn
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.targets import (
     ALL_LINEAR,
-    LINEAR_NAMES,
-    ROUTER_NAMES,
     adapted_modules,
     check_present,
     check_targets,
+    linears_of,
     target_modules,
 )
 
@@ -43,7 +43,13 @@ def check_pattern(key: str, pattern: str) -> None:
 
 def ends_with(pattern: str, name: str) -> bool:
     """Whether a key of `rank_pattern` or `alpha_pattern` stands for a linear."""
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return _end(pattern).match(name) is not None
+
+
+@cache
+def _end(pattern: str) -> re.Pattern[str]:
+    # `re` keeps 512 patterns. With one for each linear of 126 layers it compiled 400,000 times.
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def check_places(
@@ -57,7 +63,7 @@ def check_places(
             words = [chosen] if isinstance(chosen, str) else chosen
             plain = [word for word in words if "." not in word]
             if plain or not words:
-                check_targets(key, plain, routers=True)
+                check_targets(key, plain, few_rows=True)
     if layers is None:
         return
     expected = 'a range such as "0-15", or a list of different indices of at least 0'
@@ -89,7 +95,7 @@ def adapted_places(model: nn.Module, config: Any, kind: tuple[type[nn.Module], .
     pattern or a layer stands for no linear of the model."""
     places, words = _places(model, kind), _words(config.linears)
     plain = [word for word, pattern in words if not pattern and "." not in word]
-    check_present("adapter.targets", plain, model, (*LINEAR_NAMES, *ROUTER_NAMES))
+    check_present("adapter.targets", plain, model, few_rows=True)
     named = {name for name, _ in adapted_modules(model, plain, kind)}
     longer = [(word, pattern) for word, pattern in words if word not in plain]
     found = [(n, m) for n, m in places if n in named or any(_matches(*w, n) for w in longer)]
@@ -118,8 +124,7 @@ def adapted_places(model: nn.Module, config: Any, kind: tuple[type[nn.Module], .
 def _places(model: nn.Module, kind: tuple[type[nn.Module], ...]) -> Places:
     """Every linear of a model that may have an adapter."""
     kept = getattr(model, "not_adapted", ())
-    own = [*LINEAR_NAMES, *ROUTER_NAMES]
-    names = [ALL_LINEAR, "lm_head"] if hasattr(model, "linears") else own
+    names = [*linears_of(model, few_rows=True)]
     return [(n, m) for n, m in target_modules(model, names, kind) if n not in kept]
 
 

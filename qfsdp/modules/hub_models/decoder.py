@@ -53,6 +53,7 @@ class HubDecoder(nn.Module):
         hf: transformers' module; not a child.
         linears: names of the linears of its layers that are quantized and adapted.
         plain_linears: names of those that are not, see `linears_of_layers`.
+        few_rows: those of `plain_linears` that are adapted if `adapter.targets` names them.
         expert_linears: names of `linears` that are stacked experts. They are adapted only if
             `adapter.targets` names them: for PEFT too they are none of "all-linear".
         not_adapted: names of `linears` that are quantized only: PEFT could not load their adapters.
@@ -86,11 +87,13 @@ class HubDecoder(nn.Module):
         self._shared = list(shared_names(hf))
         self._find_parts(text_model)
         self.recomputes = False
-        self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
+        found = linears_of_layers(self.parts.layers, self._layers_name)
+        self.linears, self.plain_linears, few_rows = found
         renamed = renamed_modules(hf, [*self.linears, *experts])
         taken = names_of_experts(hf) | self._names_beside_layers()
         taken |= {name.rpartition(".")[2] for name in renamed}
         self.not_adapted = [n for n in self.linears if n.rpartition(".")[2] in taken]
+        self.few_rows = [n for n in few_rows if n.rpartition(".")[2] not in taken]
         if not self.linears:
             raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
         self.linears += experts
@@ -158,7 +161,8 @@ class HubDecoder(nn.Module):
             "adapted": [name for name in self.linears if name not in kept],
             "adapted if named": self.expert_linears,
             "not adapted": self.not_adapted,
-            "neither quantized nor adapted": self.plain_linears,
+            "not quantized, adapted if named": self.few_rows,
+            "neither quantized nor adapted": sorted({*self.plain_linears} - {*self.few_rows}),
         }
         return "; ".join(
             f"{kind}: {', '.join(sorted({_short(name) for name in names}))}"

@@ -1,9 +1,9 @@
 """Which linears of transformers' modules are quantized and adapted: by where they stand.
 
-Every `nn.Linear` of the layers is, but for those of a few rows (routers, gates, the step sizes of
-recurrent layers), which cost nothing, and those whose weight a module reads by itself: it would
-miss the adapter, and a quantized weight is bytes. So are those that have a number for a name: PEFT
-would take the layers of that number too.
+Every `nn.Linear` of the layers is, but for those of a few rows (gates, the step sizes of recurrent
+layers), which cost nothing and are adapted only if they are named, and those whose weight a module
+reads by itself: it would miss the adapter, and a quantized weight is bytes. Those that have a
+number for a name are neither: PEFT would take the layers of that number too.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ def _copy(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
     return output.clone()
 
 
-def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], list[str]]:
-    """Names of the linears that are quantized and adapted, and of those that stay plain.
+def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], list[str], list[str]]:
+    """Names of the linears that are quantized and adapted, of those that stay plain, and of these
+    the ones that may have an adapter.
 
     Args:
         prefix: the name of `layers` in the model.
@@ -91,17 +92,14 @@ def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], li
     several = {
         child for _, child, _, module in found if module.out_features * FEW > module.in_features
     }
-    stay = {
+    frozen = {
         child
         for _, child, parent, _ in found
-        if child not in several
-        or child in ROUTERS
-        or child.isdigit()
-        or reads_weight(cast(Any, type(parent)), child)
+        if child in ROUTERS or child.isdigit() or reads_weight(cast(Any, type(parent)), child)
     }
-    taken = [name for name, child, _, _ in found if child not in stay]
-    plain = [name for name, child, _, _ in found if child in stay]
-    return taken, plain
+    taken = [name for name, child, _, _ in found if child in several - frozen]
+    plain = [name for name, child, _, _ in found if child not in several - frozen]
+    return taken, plain, [name for name in plain if name.rpartition(".")[2] not in frozen]
 
 
 @cache
