@@ -34,7 +34,8 @@ WHEELS = {"NVIDIA": "cu128", "AMD": "rocm6.4"}
 
 
 def check_system() -> None:
-    """Raises UserError where Python lacks what qfsdp is built on: on Windows. Sees to a home."""
+    """Checks what qfsdp is built on, and calls `need_home`. Raises UserError: this Python has no
+    file locks, as on Windows."""
     try:
         import fcntl  # noqa: F401
     except ImportError:
@@ -46,9 +47,9 @@ def check_system() -> None:
 
 
 def need_home() -> None:
-    """Sets HOME for a user without one, as in a container that is started with a user's number, and
-    replaces "~" in the names of caches, which a file of variables keeps: they would go to a folder
-    named "~" in the current folder."""
+    """Sets HOME for a user without one, as in a container that is started with a user's number.
+    Also replaces a "~" at the start of the `CACHES`. A file of variables keeps it, as no shell
+    reads them, and libraries would make a folder named "~" in the current one."""
     if os.path.expanduser("~") == "~":
         home = os.environ["HOME"] = f"{tempfile.gettempdir()}/home_uid_{os.getuid()}"
         warn(f"HOME: not set, and user {os.getuid()} has no home; '{home}' is taken")

@@ -18,6 +18,7 @@ from qfsdp.common.printable import printable, redacted
 MOST_INTEGER = 2**63 - 1  # of torch
 # Words of the linker, the C library, PyTorch and Python's threads.
 _NO_ADDRESS_SPACE = ("failed to map segment", "allocate memory", "start new thread")
+_NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
 NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
@@ -126,9 +127,6 @@ def limits_of_the_system() -> Iterator[None]:
         if (met := _limit(error)) is None:
             raise
         raise UserError(met) from None
-
-
-_NO_THREAD = ("can't start new thread", "resource temporarily unavailable")
 
 
 def _limit(error: Exception) -> str | None:
