@@ -49,7 +49,8 @@ class Config(OfAdapter):
     model: ModelConfig
     tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # where requests say nothing
+    # where requests say nothing; without a seed, each answer to the same request is another
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(seed=None))
     adapters: dict[str, str] = field(default_factory=dict)  # name -> a folder in PEFT's format
     model_name: str | None = None  # of the base, for requests; null: the folder's name
     host: str = "127.0.0.1"  # 0.0.0.0: all addresses of this machine

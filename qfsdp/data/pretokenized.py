@@ -178,17 +178,12 @@ def text_dataset(
         raise UserError(f"dataset.window: {size}; expected an integer of at least 2{most}")
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("text_column", text_column, rows, source)
-    bos_id, eos_id = (getattr(tokenizer, name, None) for name in ("bos_id", "eos_id"))
 
     def samples_of(row: Row) -> Iterator[Sample]:
         text = text_of(row[text_column])
         if not text.strip():
             raise Unusable("no text")
         tokens = list(tokenizer.encode(text, add_bos=True, add_eos=True))
-        if tokens[:2] == [bos_id, bos_id]:  # the text begins with it too
-            del tokens[0]
-        if len(tokens) > 2 and tokens[-2:] == [eos_id, eos_id]:  # it ends with it too
-            del tokens[-1]
         for start in range(0, len(tokens) - 1, size - 1):
             part = list(tokens[start : start + size])
             yield part, part

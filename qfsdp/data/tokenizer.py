@@ -156,8 +156,9 @@ class HFTokenizer:
         Special tokens that the text spells are special, unless `special_tokens_in_text` is "plain".
 
         Args:
-            add_bos: begin with what the tokenizer puts before a text: bos, or nothing.
-            add_eos: end with eos.
+            add_bos: begin with what the tokenizer puts before a text: bos, or nothing. A text that
+                spells it, as one that a chat template has written, gets no second one.
+            add_eos: end with eos, unless the text does.
         """
         token = self._special.first_in(text)
         if token is not None:
@@ -166,7 +167,8 @@ class HFTokenizer:
             ids: list[int] = encode(self._backend, text).ids
         else:
             ids = self._special.encode_plain(text)
-        return (self._before if add_bos else []) + ids + ([self.eos_id] if add_eos else [])
+        before = self._before if add_bos and ids[: len(self._before)] != self._before else []
+        return before + ids + ([self.eos_id] if add_eos and ids[-1:] != [self.eos_id] else [])
 
     def encode_as_stored(self, text: str) -> list[int]:
         """Ids of a text with all special tokens that the tokenizer adds, as transformers does."""

@@ -7,6 +7,7 @@ and the prompt's tokens, not on its batch or rank.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -43,13 +44,14 @@ class SamplingConfig:
         temperature: divides the logits. 0 always takes the most likely token (greedy).
         top_p: draws from the most likely tokens that together have this probability (the nucleus).
             1 draws from all tokens.
-        seed: seed of the random numbers. The same prompt and seed give the same answer.
+        seed: seed of the random numbers. The same prompt and seed give the same answer. Null draws
+            another seed each time.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int = 0
+    seed: int | None = 0
 
     def check(self) -> None:
         check_bounds(self, "max_new_tokens", least=1)
@@ -235,8 +237,9 @@ def prompt_randoms(
 ) -> Tensor:
     """A random number in [0, 1) for each token of each answer: fp32 `[prompts, max_new_tokens]`."""
     randoms = torch.empty(len(prompts), sampling.max_new_tokens)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
     for row, prompt, draw in zip(randoms, prompts, draws or [0] * len(prompts), strict=True):
-        key = f"{sampling.seed}/{prompt}" + (f"/{draw}" if draw else "")
+        key = f"{seed}/{prompt}" + (f"/{draw}" if draw else "")
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         row.uniform_(generator=generator)

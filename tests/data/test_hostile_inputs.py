@@ -17,6 +17,7 @@ from qfsdp.data.chat.trained_spans import TokenizedChat
 from qfsdp.data.components import build_dataset, check_data
 from qfsdp.data.conversations import chat_dataset
 from qfsdp.data.token_ids import check_tokenizer_ids
+from qfsdp.evaluation.prompts import prompt_tokens
 from tests.data.test_tokenizer import (
     CHAT,
     CHATML,
@@ -233,6 +234,7 @@ def test_a_text_with_bos_and_eos_of_its_own_gets_no_second_ones(tmp_path: Path) 
     plain, own, only_bos, only_eos = text_dataset(tokenizer, source=str(file))
     assert own["tokens"] == plain["tokens"] == tokenizer.encode("Hello")
     assert only_bos["tokens"] == only_eos["tokens"] == [0, 1]
+    assert prompt_tokens(tokenizer, "<s>Hello", False, None) == plain["tokens"][:-1]
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from qfsdp.data.chat.messages import function_name
 if TYPE_CHECKING:
     from qfsdp.data.chat.chat_tokenizer import ChatTokenizer
 
-TRAINED_AS = 6  # goes up when other tokens are trained: cached ones are then made again
+TRAINED_AS = 7  # goes up when other tokens are trained: cached ones are then made again
 BEFORE_THINK = "the text before </think>"
 
 
