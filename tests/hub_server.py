@@ -288,6 +288,9 @@ class Handler(BaseHTTPRequestHandler):
                 content = base64.b64decode(entry["value"]["content"])
             elif entry["key"] == "lfsFile":
                 content = self.server_hub.blobs[entry["value"]["oid"]]
+            elif entry["key"] == "deletedFile":
+                (repository.revisions["main"] / entry["value"]["path"]).unlink()
+                continue
             else:
                 continue
             (repository.revisions["main"] / entry["value"]["path"]).write_bytes(content)

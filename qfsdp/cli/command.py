@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from qfsdp import __version__
 from qfsdp.common.devices import check_system
-from qfsdp.common.errors import UserError, user_errors
+from qfsdp.common.errors import UserError, interrupts, user_errors
 from qfsdp.common.files import why
 from qfsdp.common.output import check_output, outlive_output_errors
 from qfsdp.common.quiet import quiet_torchao
@@ -49,7 +49,7 @@ def run_command(program: str, words: Sequence[str]) -> None:
     """
     quiet_torchao()
     outlive_output_errors()
-    with user_errors():
+    with user_errors(), interrupts():
         check_system()
         check_current_folder()
         if words[:1] == ["--version"]:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -103,6 +104,21 @@ def user_errors() -> Iterator[None]:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """After an unhandled Ctrl-C, ends the process by SIGINT, without a traceback.
+
+    Python does so too, unless a function at exit calls `exec`, as packages do that torch imports if
+    they are installed. Then the status would be 1, a failure.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def _is_told(text: str) -> bool:

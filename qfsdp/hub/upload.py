@@ -7,6 +7,7 @@ the ranks have parted, so it can take as long as it takes; if it fails, the resu
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from qfsdp.common.errors import UserError, shortened
@@ -17,6 +18,15 @@ from qfsdp.config.load import get_key
 from qfsdp.hub.download import split_name
 
 KEY = "push_to_hub"
+# What an earlier push may have left in the repository, and transformers would load instead of the
+# pushed model: one file before an index, an adapter's base before the model itself.
+OLD_WEIGHTS = [
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "qfsdp_base.json",
+]
 _due: list[tuple[str, Path]] = []
 
 
@@ -60,21 +70,27 @@ def push_later(name: str, folder: Path) -> None:
 def push_results() -> None:
     """Uploads what `push_later` was given, to repositories that are private if they are new.
 
-    A failure is a warning with the command that tries again.
+    A model replaces the weights of an earlier push, which stay in the repository's history. A
+    failure is a warning with the command that tries again.
     """
     from huggingface_hub import HfApi
 
     while _due:
         name, folder = _due.pop()
+        old = OLD_WEIGHTS if (folder / "config.json").is_file() else []
         try:
             api = HfApi()
             api.create_repo(name, private=True, exist_ok=True)
             with long_wait(f"uploading '{folder}' to {name}"):
-                url = api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"])
+                url = api.upload_folder(
+                    repo_id=name, folder_path=folder, ignore_patterns=[".*"], delete_patterns=old
+                )
             print(f"pushed to {getattr(url, 'commit_url', url)}")
         except Exception as error:  # of any library below; the result is on disk
+            again = ["hf", "upload", name, str(folder), ".", "--private"]
+            again += [f"--delete={pattern}" for pattern in old]
             warn(
                 f"{KEY}: '{folder}' was not pushed to {name} "
                 f"({shortened(first_line(error), 200)}); nothing is lost, and this tries again: "
-                f"hf upload {name} {folder} . --private"
+                f"{join(again)}"
             )

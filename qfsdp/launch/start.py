@@ -14,7 +14,6 @@ of the first failed rank. A run that has saved after SIGTERM or SIGINT ends with
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import yaml
 
 from qfsdp.common import progress
 from qfsdp.common.devices import unused_driver
-from qfsdp.common.errors import UserError, user_errors
+from qfsdp.common.errors import UserError, interrupts, user_errors
 from qfsdp.common.files import check_folder
 from qfsdp.common.output import check_output, outlive_output_errors, print_to
 from qfsdp.common.quiet import quiet_torchao
@@ -169,21 +168,6 @@ def _keep_output(config: Any) -> None:
     """Lets what training prints go to its folder, once nobody reads it."""
     if _trains(config) and getattr(config, "output_dir", None):
         print_to(Path(config.output_dir).expanduser())
-
-
-@contextmanager
-def interrupts() -> Iterator[None]:
-    """After an unhandled Ctrl-C, ends the process by SIGINT, without a traceback.
-
-    Python does so too, unless a function at exit calls `exec`, as packages do that torch imports if
-    they are installed. Then the status would be 1, a failure.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ everything else in it is this environment's.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -272,3 +273,14 @@ def test_names_that_torchtune_has_too(python: Path, tmp_path: Path) -> None:
     for status, out, _ in (plain, flags):
         assert status == 0 and "usage: tune" in out and "tune run NAME --help" in out
     assert "--nproc" in flags[1]
+
+
+def test_ctrl_c_before_a_recipe_starts_is_no_traceback() -> None:
+    interrupted = (
+        "import qfsdp.cli.command as command\n"
+        "def list_recipes(): raise KeyboardInterrupt\n"
+        "command.list_recipes = list_recipes\n"
+        "command.run_command('qfsdp', ['ls'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

@@ -25,6 +25,7 @@ from qfsdp.config.component import Component
 from qfsdp.hub import download as hub
 from qfsdp.hub.download import download, local_folder, split_name
 from qfsdp.hub.errors import explained
+from qfsdp.hub.upload import push_later, push_results
 from qfsdp.launch.start import checked as check_and_download
 from tests.hub_server import HubServer, files_of
 from tests.tiny import write_tiny_model
@@ -369,3 +370,19 @@ def test_a_wrong_push_is_found_before_the_download(
         check_and_download(lambda _: None, config(push_to_hub=name))
     assert all(size <= 100_001 for size in weights_of(server.served).values())
     assert "me/tuned" not in server.repositories
+
+
+def test_a_pushed_model_replaces_an_earlier_push(
+    server: HubServer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would load one file before an index, and an adapter's base before both."""
+    monkeypatch.setenv("HF_TOKEN", "hf_write")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    pushed = tmp_path / "pushed"
+    write_tiny_model(pushed, seed=1)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "notes.txt"):
+        (pushed / name).write_text("{}")
+    server.add("me/tuned", pushed)
+    push_later("me/tuned", model)
+    push_results()
+    assert names_in(pushed) == names_in(model) | {"notes.txt"}
