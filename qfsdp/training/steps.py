@@ -35,7 +35,7 @@ from qfsdp.checkpoint.adapter_files import save_adapter as save
 from qfsdp.common import progress
 from qfsdp.common.long_waits import long_wait
 from qfsdp.data.batch import Batch
-from qfsdp.distributed.gradients import REDUCES_NOW, USED_GRAD_NORM
+from qfsdp.distributed.gradients import LARGE_NORM, REDUCES_NOW, USED_GRAD_NORM
 from qfsdp.distributed.world import World
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.tensor_subclasses.dtensor import mesh_device
@@ -213,9 +213,8 @@ def clip_grad_norm(
 def _norms(grads: list[Tensor]) -> list[Tensor]:
     """The L2 norm of each, fp32 `[]`."""
     if grads[0].is_cpu and dry_run.current is None:
-        # Of rows first: on CPUs PyTorch adds square after square in fp32. The norm of 28 million
-        # numbers was 0.16 % too small, and so depended on the number of ranks.
-        grads = [torch.linalg.vector_norm(grad, dim=-1, dtype=torch.float32) for grad in grads]
+        of_rows = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
+        grads = [of_rows(grad) if grad.numel() > LARGE_NORM else grad for grad in grads]
     return list(torch._foreach_norm(grads, 2, torch.float32))
 
 

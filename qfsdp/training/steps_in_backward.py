@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qfsdp.distributed.gradients import USED_GRAD_NORM
+from qfsdp.distributed.gradients import LARGE_NORM, USED_GRAD_NORM
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
 
@@ -49,8 +49,10 @@ class StepsInBackward(Optimizer):
     @torch.no_grad()
     def _update(self, param: Tensor) -> None:
         assert param.grad is not None
-        rows = torch.linalg.vector_norm(local_part(param.grad), dim=-1, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(rows)  # of rows first, as `clip_grad_norm`
+        rows = local_part(param.grad)
+        if rows.numel() > LARGE_NORM:
+            rows = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(rows, dtype=torch.float32)
         setattr(param, USED_GRAD_NORM, norm)
         self.grad_norms[param] = norm
         groups = self._optimizer.param_groups
