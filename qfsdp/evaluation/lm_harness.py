@@ -6,7 +6,6 @@ These need the columns of the dataset on the hub.
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import io
 import logging
@@ -30,6 +29,7 @@ from qfsdp.common.terminal import warn
 from qfsdp.data.files.json_lines import read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
+from qfsdp.evaluation.truthfulqa import truthfulqa_rows
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 # `task: NAME`, `group: NAME` or `tag: [NAME, NAME]` of a YAML file, also with one name per line.
@@ -117,15 +117,33 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
                 "to the hub, or lm_eval.local_data"
             ) from error
     for task in tasks.values():
-        if config.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-            task.set_config(key="num_fewshot", value=config.num_fewshot)
-        elif task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        _set_shots(task, config.num_fewshot)
         for key, value in (task.get_config("generation_kwargs") or {}).items():
             if key not in OF_ANSWERS and value not in (None, False, 0, 1, -1):
                 warn(f"lm_eval.tasks: '{task.config.task}' asks for {key} {value}; it is not done")
     return tasks
+
+
+def _set_shots(task: Any, shots: int | None) -> None:
+    """Sets how many solved examples a task has; never the row that is asked. Raises UserError: it
+    has fewer rows."""
+    if shots is not None and task.get_config("num_fewshot") != 0:
+        task.set_config(key="num_fewshot", value=shots)
+    elif task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    of_asked = task.fewshot_cfg.samples is None  # not examples that the task brings
+    if of_asked and not (task.has_training_docs() or task.has_validation_docs()):
+        # lm-eval leaves out the row itself only where the split of the examples has a name.
+        task.fewshot_cfg.split = task.fewshot_cfg.split or task.config.test_split
+    asked = task.get_config("num_fewshot")
+    own = of_asked and task.fewshot_cfg.split == task.config.test_split
+    most = len(task.sampler.df) - own if hasattr(task, "sampler") else 0
+    if asked > most:
+        raise UserError(
+            f"lm_eval.num_fewshot: '{task.config.task}' has {asked} solved examples before a "
+            f"question; expected at most {most}, the rows that they are drawn from"
+        )
 
 
 def load_likelihood_tasks(key: str, config: LMEvalConfig) -> dict[str, Any]:
@@ -262,47 +280,6 @@ def _read(file: Path) -> list[dict[str, Any]]:
     if file.name == TRUTHFULQA:
         return truthfulqa_rows(file)
     return read_rows("lm_eval.local_data", file)
-
-
-def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
-    """Multiple-choice questions from the CSV file of the TruthfulQA repository.
-
-    Follows the repository's own evaluation (arXiv:2109.07958). MC1 has the best answer and all
-    incorrect ones, MC2 all correct and all incorrect ones. Each ends with a period.
-
-    Scores differ from those on the hub's `multiple_choice` rows, whose choices were picked by hand.
-    This file does not contain them. Raises UserError: the file lacks one of the four columns."""
-    needed = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
-    rows = []
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines)
-        missing = [name for name in needed if name not in (reader.fieldnames or ())]
-        if missing:
-            raise UserError(f"{file}: no column {missing[0]!r}; expected {', '.join(needed)}")
-        for row in reader:
-            best, right, wrong = (_answers(row[name]) for name in needed[1:])
-            best = best[:1]
-            if best[0] not in right:
-                right = best + right
-            rows.append(
-                {
-                    "question": row["Question"],
-                    "mc1_targets": _targets(best, wrong),
-                    "mc2_targets": _targets(right, wrong),
-                }
-            )
-    return rows
-
-
-def _answers(cell: str) -> list[str]:
-    """The answers of a cell, separated by semicolons. Adds final periods, removes duplicates."""
-    found = [answer.strip() for answer in cell.split(";")]
-    ended = [answer if answer.endswith(".") else f"{answer}." for answer in found if answer]
-    return list(dict.fromkeys(ended))
-
-
-def _targets(right: list[str], wrong: list[str]) -> dict[str, list[Any]]:
-    return {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)}
 
 
 def run_tasks(

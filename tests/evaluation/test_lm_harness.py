@@ -19,8 +19,8 @@ from qfsdp.evaluation.lm_harness import (
     evaluate,
     load_tasks,
     run_tasks,
-    truthfulqa_rows,
 )
+from qfsdp.evaluation.truthfulqa import truthfulqa_rows
 from tests.models import cpu_world, load_model
 from tests.tiny import write_tiny_model_with_tokenizer
 
@@ -294,6 +294,20 @@ def test_scores_of_all_tasks(
     assert asked.endswith(f"Question: Which of these  is number 0?\nAnswer:{header}")
     assert asked.count("Question:") == 1 + (shots or 0)
     assert asked.count("number 0?") == 1  # the example is another row
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_no_question_is_its_own_example(tmp_path: Path, split: str) -> None:
+    data = write_data(tmp_path)
+    (data / "arc_easy.validation.jsonl").rename(data / f"arc_easy.{split}.jsonl")
+    task = load_tasks(LMEvalConfig(["arc_easy"], None, 2, str(data)))["arc_easy"]
+    task.build_all_requests(limit=None, rank=0, world_size=1)
+    for request in task.instances:
+        assert request.args[0].count("is number") == 3
+        assert request.args[0].count(f"is number {request.doc_id}?") == 1
+    with pytest.raises(UserError, match="has 3 solved examples .*; expected at most 2, the rows"):
+        load_tasks(LMEvalConfig(["arc_easy"], None, 3, str(data)))
 
 
 @needs_lm_eval
