@@ -252,9 +252,10 @@ def _tensors(
     params: dict[str, Tensor], optimizer: Optimizer
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
     """Yields (name of the trained tensor, field, value, trained tensor)."""
+    state = optimizer.state  # of several adapters it is put together at each question
     for name, param in params.items():
         yield name, TRAINED, param, param
-        for field, value in optimizer.state.get(param, {}).items():
+        for field, value in state.get(param, {}).items():
             yield name, field, value, param
 
 

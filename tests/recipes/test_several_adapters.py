@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,21 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from torch import nn
 
+from qfsdp.checkpoint import adapter_base
 from qfsdp.checkpoint.adapter_files import load_adapter, read_adapter_config
+from qfsdp.checkpoint.state import Stager
 from qfsdp.common.errors import UserError
-from qfsdp.config.load import load_config
-from qfsdp.modules.adapters.linears import init_adapters
+from qfsdp.config.load import load_config, to_yaml
+from qfsdp.modules.adapters.linears import init_adapters, parameter_groups
+from qfsdp.modules.adapters.several import alone
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.planning.estimate import estimate
+from qfsdp.training.several import Optimizers, texts_of_each
 from tests import hub_models
 from tests.json_lines import metric_lines
-from tests.models import load_model
+from tests.models import cpu_world, load_model
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
 from tests.tiny import (
@@ -289,3 +295,52 @@ def test_the_base_is_gathered_once_for_all(packed: str, tmp_path: Path) -> None:
         rows = (-(-p.size(0) // 2) * p[0].numel() for p in params if p.requires_grad)
         own.append(2 * 4 * sum(rows))
     assert sent[1] - sent[0] == pytest.approx(own[1] - own[0], rel=0.01)
+
+
+def test_what_one_adapter_costs_does_not_grow_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of 60 spent 40 of its 47 seconds on looking at all of them for each."""
+    write_tiny_model(tmp_path / "model")
+    recipe, asked, walk = load_recipe("several_adapters"), Counter[str](), nn.Module.named_modules
+
+    def shown(cfg: Any) -> str:
+        text = to_yaml(cfg)
+        asked["characters"] += len(text)
+        return text
+
+    class Counting(Optimizers):
+        @property
+        def state(self) -> Any:
+            asked["states"] += 1
+            return super().state
+
+    def named_modules(self: nn.Module, *given: Any, **more: Any) -> Any:
+        for found in walk(self, *given, **more):
+            asked["modules"] += 1
+            yield found
+
+    def costs(count: int) -> dict[str, float]:
+        several = yaml.safe_load((TOY_CONFIG + MORE).format(folder=tmp_path))
+        del several["validation"]
+        several["adapters"] = {f"a{at}": {"method": "lora", "rank": 2} for at in range(count)}
+        (tmp_path / "several.yaml").write_text(yaml.safe_dump(several))
+        cfg = load_config(recipe.Config, ["--config", str(tmp_path / "several.yaml")])
+        model = recipe.build_model(cfg, cfg.model.weights())
+        asked.clear()
+        texts_of_each(cfg)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "named_modules", named_modules)
+            trees = [alone(model, name) for name in cfg.adapters]
+        trained = [parameter_groups(tree, cfg.adapters["a0"]) for tree in trees]
+        parameters = [[nn.Parameter(torch.zeros(p.shape)) for p in own] for own in trained]
+        Stager(cpu_world()).copy_tensors(
+            {str(at): param for at, param in enumerate(sum(parameters, []))},
+            Counting([torch.optim.AdamW(own) for own in parameters]),
+        )
+        return {name: number / count for name, number in asked.items()}
+
+    monkeypatch.setattr(adapter_base, "to_yaml", shown)
+    few, many = costs(2), costs(16)
+    assert many["characters"] < 1.1 * few["characters"]
+    assert many["states"] < few["states"] and "modules" not in many

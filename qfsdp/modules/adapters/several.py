@@ -36,10 +36,12 @@ class AdapterRows:
     Fields:
         names: of the adapters, in the order of their rows.
         counts: rows of each.
+        linears: names of the linears that have some of them, in model order.
     """
 
     names: list[str]
     counts: Sequence[int] = field(default_factory=list)
+    linears: list[str] = field(default_factory=list)
 
 
 class OneOfSeveral(LowRankLinear):
@@ -114,7 +116,8 @@ def add_several(model: nn.Module, configs: Mapping[str, AdapterConfig]) -> None:
                 own, key = config.of(linear), "rank_pattern" if config.rank_pattern else "rank"
                 check_rank(key, linear, own.rank, *cast(Tensor, module.weight).shape)
                 of_linears.setdefault(linear, {})[name] = own
-    rows = AdapterRows(list(configs))
+    linears = [name for name, _ in model.named_modules() if name in of_linears]
+    rows = AdapterRows(list(configs), linears=linears)
     for linear, of_linear in of_linears.items():
         base = cast(nn.Linear | QuantizedLinear, model.get_submodule(linear))
         replace_module(model, linear, SeveralLinear(base, of_linear, rows))
@@ -135,8 +138,10 @@ def alone(model: nn.Module, name: str) -> nn.Module:
     """The adapter `name` of a model as a tree of modules, in which its linears have the names that
     they would have in a model with this adapter alone. It shares the parameters."""
     tree = nn.Module()
-    for linear, module in model.named_modules():
-        if isinstance(module, SeveralLinear) and (part := module.part(name)) is not None:
+    # Not all modules: every update asks for each of perhaps 300 adapters, which are modules too.
+    for linear in cast(AdapterRows, model.adapter_rows).linears:
+        module = cast(SeveralLinear, model.get_submodule(linear))
+        if (part := module.part(name)) is not None:
             place, (*path, last) = tree, linear.split(".")
             for step in path:
                 if not hasattr(place, step):
