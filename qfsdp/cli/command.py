@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -229,7 +230,7 @@ def copy(name: str, destination: Path, no_clobber: bool, make_parents: bool) -> 
     if source is None:
         raise UserError(f"{name}: no such recipe or config; expected one that `qfsdp ls` lists")
     if not destination.is_dir():
-        destination = destination.with_suffix(Path(source).suffix)
+        destination = _with_suffix(destination, Path(source).suffix)
         if make_parents:
             destination.parent.mkdir(parents=True, exist_ok=True)
     if no_clobber and destination.is_file():
@@ -238,7 +239,15 @@ def copy(name: str, destination: Path, no_clobber: bool, make_parents: bool) -> 
         print(f"Copied file to {shutil.copy(source, destination)}")
     except OSError as error:
         hint = "" if destination.parent.is_dir() else "; --make-parents creates its folder"
-        raise UserError(f"{destination}: cannot be written: {error.strerror}{hint}") from None
+        raise UserError(f"{destination}: cannot be written: {why(error)}{hint}") from None
+
+
+def _with_suffix(path: Path, suffix: str) -> Path:
+    """`my` and `my.txt` as `my.yaml`, `my.yml` as it is. The end of `llama3.1` is no suffix."""
+    if {path.suffix, suffix} == {".yml", ".yaml"}:
+        return path
+    is_suffix = re.fullmatch(r"\.[A-Za-z]+", path.suffix)
+    return path.with_suffix(suffix) if is_suffix else Path(f"{path}{suffix}")
 
 
 def print_file(name: str, sort: bool) -> None:

@@ -33,6 +33,9 @@ _NEEDS = {
     "WandBLogger": "wandb",
 }
 
+# Of a logger. Libraries of services end the process where they have no login or lose their service.
+FAILURES = (Exception, SystemExit)
+
 
 class MetricLogger(Protocol):
     """What every metric logger has; torchtune's (TensorBoard, W&B, ...) have `log_config` too."""
@@ -154,7 +157,7 @@ class SafeLogger:
             self._fail(error)
         except UserError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             never_freed(error)
             expected = "expected a logger that can be built, or metric_logger=null"
             where = f"{self._key}: '{component.path}'"
@@ -170,7 +173,7 @@ class SafeLogger:
             if tell is not None:
                 with long_wait(f"{self._key}: telling {self._name} the config"):
                     tell(config)
-        except Exception as error:
+        except FAILURES as error:
             problem = f"{type(error).__name__}: {why(error)}"
             warn(f"{self._key}: {self._name} did not take the config ({problem})")
 
@@ -178,8 +181,8 @@ class SafeLogger:
         """Calls the logger's `log_dict`."""
         if self._logger is not None:
             try:
-                self._logger.log_dict(metrics, step=step)
-            except Exception as error:
+                self._logger.log_dict(dict(metrics), step=step)  # it may take keys out
+            except FAILURES as error:
                 self._fail(error)
 
     def close(self) -> None:
@@ -188,7 +191,7 @@ class SafeLogger:
             try:
                 with long_wait(f"{self._key}: closing {self._name}"):
                     self._logger.close()
-            except Exception as error:
+            except FAILURES as error:
                 self._fail(error)
         threading.excepthook = self._default_hook
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from qfsdp.cli.command import copy
+from qfsdp.common.errors import UserError
 from tests.cli.stand_in import CONFIG, RECIPE, ROOT, STEP, Result, run, write_stand_in
 
 FLAGS = ["--nproc_per_node", "2", "--max-restarts", "1", "--nnodes", "1"]
@@ -284,3 +286,20 @@ def test_ctrl_c_before_a_recipe_starts_is_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("mine", "mine.yaml"),
+        ("mine.txt", "mine.yaml"),
+        ("mine.yml", "mine.yml"),
+        ("llama3.1_mine", "llama3.1_mine.yaml"),  # was llama3.yaml, perhaps another config
+        ("mine.v2", "mine.v2.yaml"),
+    ],
+)
+def test_a_copy_has_the_name_that_was_given(given: str, written: str, tmp_path: Path) -> None:
+    copy("llama3_8b_qdora", tmp_path / given, no_clobber=False, make_parents=False)
+    assert [file.name for file in tmp_path.iterdir()] == [written]
+    with pytest.raises(UserError, match="are the same file"):
+        copy(str(tmp_path / written), tmp_path / written, no_clobber=False, make_parents=False)

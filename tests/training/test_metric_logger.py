@@ -169,7 +169,10 @@ class Notes:
         Notes.told.append(config)
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        Notes.told.append((self.how, step, payload))
+        Notes.told.append((self.how, step, dict(payload)))
+        if self.how == "ends":
+            raise SystemExit(1)
+        payload.clear()  # of this logger, not of the next
 
     def close(self) -> None:
         Notes.told.append(f"closed {self.how}")
@@ -249,6 +252,16 @@ def test_a_logger_that_cannot_write_is_one_line(
     said = capsys.readouterr().err
     assert said.count("warning: metric_logger: DiskLogger failed (NotADirectoryError: ") == 1
     assert not failed and "Traceback" not in said
+
+
+def test_a_logger_that_ends_the_process_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logger = SafeLogger(Component(f"{__name__}.Notes", {"how": "ends"}))
+    for step in (1, 2):
+        logger.log_dict({"loss": 1.0}, step=step)
+    assert Notes.told[-1] == ("ends", 1, {"loss": 1.0})
+    assert "Notes failed (SystemExit: 1); the run goes on" in capsys.readouterr().err
 
 
 def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from textwrap import fill
 from typing import Any
 from unittest.mock import patch
 
+from qfsdp.common.errors import shortened
 from qfsdp.common.files import whole_file
 from qfsdp.training.report.charts import COLOURS, Chart, drawable, number, thinned
 
@@ -23,6 +24,10 @@ PAGE: Any = SETTINGS | {"font.size": 11, "lines.linewidth": 1.8, "lines.markersi
 # Points (1/72 inch), which are the SVG's pixels. The page shows a chart at about this width on any
 # screen, so its text is readable.
 WIDTH, HEIGHT = 360, 230
+MOST_NAMES, NAME_LETTERS = (
+    len(COLOURS),
+    60,
+)  # of a picture's legend; a larger one leaves no room for lines
 LETTERS = 44  # below a chart, of all ticks together
 # Colours that no chart has: the page puts its own in their place, light or dark.
 OF_PAGE = {"#010101": "var(--grid)", "#020202": "var(--ink)"}
@@ -91,7 +96,9 @@ def write_picture(chart: Chart, path: Path) -> None:
         if areas:  # one over the other, as they are stacked
             figure.legend(reverse=True, loc="outside right center", frameon=False)
         elif any(line.name for line in chart.lines):
-            axes.legend(edgecolor="none", fontsize=8)
+            lines, names = axes.get_legend_handles_labels()
+            names = [shortened(name, NAME_LETTERS) for name in names[:MOST_NAMES]]
+            axes.legend(lines[:MOST_NAMES], names, edgecolor="none", fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
             metadata = {"Date": None} if path.suffix == ".svg" else None  # the same file each time

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,11 @@ def test_svg_file_is_the_same_each_time(tmp_path: Path) -> None:
     one, two = ((tmp_path / name).read_text() for name in ("one.svg", "two.svg"))
     assert one == two and one.count(">loss<") == 1
     ElementTree.fromstring(one)  # well-formed
+
+
+def test_a_picture_of_many_long_names_has_room_for_lines(tmp_path: Path) -> None:
+    """Three hundred held-out sets: matplotlib warned, and drew no axes beside their names."""
+    lines = [Line(f"{name} {'long ' * 90}", [(1, 1.0), (2, 2.0)]) for name in range(300)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_picture(Chart("loss", "step", "loss", lines), tmp_path / "loss.svg")
