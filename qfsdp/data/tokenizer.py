@@ -202,7 +202,7 @@ class HFTokenizer:
         plain = [plain_message(message) for message in messages]
         asked = Conversation(plain, (), tools, add_generation_prompt)
         text: str = raised(self.chat_template.template.render([asked])[0]).text
-        return text
+        return text + self._chats.form.unasked if add_generation_prompt else text
 
     def say_template(self) -> None:
         """Says once what a user must know of the chosen chat template; on rank 0."""

@@ -41,6 +41,29 @@ def test_chats_have_the_tokens_of_transformers(template: str, tmp_path: Path) ->
     assert tokenizer.decode(text) == "What is"
 
 
+@pytest.mark.parametrize(
+    ("turn", "header"),
+    [
+        ("<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_start|>assistant\n"),
+        ("{{ m.role }}: {{ m.content }}\n", "assistant:"),
+        (
+            "{{ '[INST]' if m.role == 'user' }} {{ m.content }}{{ '[/INST]' if m.role == 'user' }}",
+            "",
+        ),
+    ],
+)
+def test_a_template_that_asks_for_no_answer(turn: str, header: str, tmp_path: Path) -> None:
+    """A prompt ends with what training has before an answer: or `assistant` is in its text."""
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=template)))
+    asked, answer = [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "No"}
+    before = tokenizer.render([*asked, answer]).rpartition("No")[0]
+    assert tokenizer.render(asked, True) == before.rstrip(" ") and before.rstrip(" ").endswith(
+        header
+    )
+    assert chat_tokens(tokenizer, asked) == tokenizer.encode(before.rstrip(" "), False, False)
+
+
 @pytest.mark.parametrize("build", [sentencepiece_tokenizer, tiktoken_tokenizer])
 def test_torchtunes_tokenizers_ask_for_an_answer(build: Any, tmp_path: Path) -> None:
     tokenizer = build(tmp_path)

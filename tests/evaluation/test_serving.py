@@ -613,6 +613,7 @@ def test_a_key_and_a_limit_of_time(model_dir: Path) -> None:
         for key in ("sesam", "sésame", "Bearer sesame"):
             status, answer = server.post(b"{}", Authorization=f"Bearer {key}")
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert server.post(b"{}", Authorization="bearer  sesame")[0] == 400  # the body is wrong
         client = server.client(api_key="sesame")
         assert [model.id for model in client.models.list()] == ["m"]
         given: Any = {"model": "m", "prompt": "a " * 20, "max_tokens": 200}

@@ -120,6 +120,8 @@ class ChatTokenizer:
         if answered and self.form.of_next_turn:
             ends = self.form.end_of_call if messages[last].get("tool_calls") else self.form.end
             found.text += ends or ""
+        if conversation.add_generation_prompt:
+            found.text += self.form.unasked
         spans = TrainedSpans(self, conversation, found)
         spans.check_whole()
         return found.text, *spans.find()

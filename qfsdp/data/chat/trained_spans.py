@@ -262,6 +262,8 @@ class AnswerForm:
             answer (GLM).
         knows_developer: it writes messages with the role developer.
         end_of_call: likewise the first token of the results of a call, which follows a call.
+        unasked: the header of a template that writes it before an answer, but not where it is asked
+            for one: a prompt ends with it, or the answer would begin with its text.
     """
 
     headers: tuple[str, ...] = ("",)
@@ -269,6 +271,7 @@ class AnswerForm:
     of_next_turn: bool = False
     knows_developer: bool = True
     end_of_call: str | None = None
+    unasked: str = ""
 
     @classmethod
     def of(cls, template: ChatTemplate, tokens: Mapping[str, int], bos: str | None) -> AnswerForm:
@@ -290,6 +293,10 @@ class AnswerForm:
         )
         texts = [found.text if isinstance(found, Rendered) else "" for found in asked]
         question, header, answered, continued, developed, called = texts
+        unasked, content, _ = answered.removeprefix(question).partition(_ANSWER["content"])
+        silent = header == question and question and answered.startswith(question) and content
+        # A space before the answer belongs to the answer's first token.
+        unasked = unasked.rstrip(" ") if silent and unasked.strip() else ""
         header = _new_part(question, header).lstrip()
         cuts = [at for found in _TOKEN.finditer(header) for at in found.span() if at]
         headers = tuple(dict.fromkeys([header, *(header[:cut] for cut in reversed(cuts))]))
@@ -300,7 +307,8 @@ class AnswerForm:
         results = asked[5].turns.get(2) if isinstance(asked[5], Rendered) else None
         of_call = _token_at(called, results[0][0], tokens) if results and ends[1] else None
         of_call = None if ends[0] else of_call
-        return cls(headers, ends[0] or ends[1], ends[0] is None, knows_developer, of_call)
+        end, of_next_turn = ends[0] or ends[1], ends[0] is None
+        return cls(headers, end, of_next_turn, knows_developer, of_call, unasked)
 
 
 def _new_part(before: str, after: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from dataclasses import replace
@@ -72,7 +73,7 @@ class Api:
         if is_loopback(self._served.host) and host is not None and not _is_own(host):
             raise ApiError(403, f"host: {host!r:.80}; expected localhost or 127.0.0.1")
         if self._served.api_key is not None:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            given = re.sub(r"(?i)^bearer +", "", request.headers.get("authorization", ""))
             if not secrets.compare_digest(given.encode(), self._served.api_key.encode()):
                 raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key")
         if self.closing:
