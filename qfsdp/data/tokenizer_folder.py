@@ -80,13 +80,15 @@ class TokenizerFolder:
             more = list(more.values()) if isinstance(more, dict) else more
             named += map(_text_of, more if isinstance(more, list) else ())
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        special, added = {text for text in named if isinstance(text, str)}, []
         for entry in [*entries, *named]:
             text = _text_of(entry)
             if isinstance(text, str) and text and text not in known:
                 flags = {flag: isinstance(entry, dict) and bool(entry.get(flag)) for flag in FLAGS}
-                flags["special"] |= text in named
-                backend.add_tokens([AddedToken(text, **flags)])
+                flags["special"] |= text in special
+                added.append(AddedToken(text, **flags))
                 known.add(text)
+        backend.add_tokens(added)  # at once: each call builds anew what finds all of them
 
     def texts_with(self, backend: Tokenizer, ids: dict[str, int], special: bool) -> dict[str, str]:
         """The files of the tokenizer with the new tokens that `backend` has: name -> text."""

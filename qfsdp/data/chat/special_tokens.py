@@ -144,27 +144,17 @@ class SpecialTokens:
         copy = Tokenizer.from_str(json.dumps(settings))
         copy.encode_special_tokens = True
         secret = secrets.token_hex(8)  # a message that guesses a name would forge a turn
-        names, ids = {}, {}
+        names, ids, added = {}, {}, []
         for index, token in self._backend.get_added_tokens_decoder().items():
             if token.content not in self.ids:
                 continue
-            names[token.content] = f"\U0010fffc{secret}.{index}\U0010fffd"
-            copy.add_tokens(
-                [
-                    AddedToken(
-                        names[token.content],
-                        single_word=token.single_word,
-                        lstrip=token.lstrip,
-                        rstrip=token.rstrip,
-                        normalized=token.normalized,
-                        special=False,
-                    )
-                ]
-            )
-            new = copy.token_to_id(names[token.content])
-            assert new is not None  # it has been added
-            ids[new] = index
-        return copy, names, ids
+            name = f"\U0010fffc{secret}.{index}\U0010fffd"
+            names[token.content], ids[name] = name, index
+            kept = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip")}
+            added.append(AddedToken(name, **kept, normalized=token.normalized, special=False))
+        copy.add_tokens(added)  # at once: each call builds all of them anew
+        new = copy.get_vocab(with_added_tokens=True)
+        return copy, names, {new[name]: index for name, index in ids.items()}
 
 
 def texts_of(value: Any) -> Iterator[str]:
