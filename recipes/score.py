@@ -5,8 +5,9 @@
 
 The adapter is one of recipes/reward_distributed, or PEFT's of task type SEQ_CLS. `output` has a
 line for every row that is used, in their order: `{"row": 0, "scores": [[chosen], [rejected]]}` of a
-pair, `{"row": 0, "scores": [[class 0, class 1, ...]], "label": 1}` of a text. Several ranks share
-the work: one process per visible accelerator, or `--nproc_per_node N`.
+pair, `{"row": 0, "scores": [[class 0, class 1, ...]], "label": 1}` of a text. `row` counts the rows
+that are used: those that a line on stderr leaves out have no number. Several ranks share the work:
+one process per visible accelerator, or `--nproc_per_node N`.
 """
 
 from __future__ import annotations
