@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import tempfile
 import zlib
@@ -207,6 +208,18 @@ def free_bytes(path: Path) -> int | None:
     with suppress(OSError):
         return shutil.disk_usage(nearest_existing(path)).free
     return None
+
+
+def allow_files(wanted: int) -> int:
+    """Raises this process's limit of open files to `wanted`, or as far as it may; returns how many
+    of `wanted` it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
 
 
 def nearest_existing(path: Path) -> Path:

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from qfsdp.common.file_digests import range_digests
-from qfsdp.common.files import PARTIAL, replace_folder, why, write_text
+from qfsdp.common.files import PARTIAL, allow_files, replace_folder, why, write_text
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.progress import moved
 from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
@@ -46,6 +46,7 @@ from qfsdp.data.files.rows import Rows, content_digest
 
 DTYPES = {"tokens": np.int32, "labels": np.int32, "ends": np.int64}
 SUMMARY_FILE = "summary.json"
+MAPPED_FILES = 1 << 16  # a mapped file stays open: 340 datasets are over 1,024, a usual limit
 _RANK_0_FIRST_S = 0.5
 _LIBRARIES = ("tokenizers", "jinja2", "datasets", "torchtune", "sentencepiece", "tiktoken")
 
@@ -198,6 +199,7 @@ def read_arrays(folder: Path, tell: bool = False) -> tuple[Arrays, dict[str, Any
 
 
 def _mapped(folder: Path, sizes: Mapping[str, int]) -> Arrays:
+    allow_files(MAPPED_FILES)
     return {
         # An empty file cannot be mapped.
         name: np.memmap(folder / f"{name}.bin", kind, "r") if sizes[name] else np.empty(0, kind)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,18 @@ def test_the_code_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file) or real(file))
     build(source, tmp_path / "cache", window=16)
     assert sum(file.suffix == ".py" for file in read) == 1  # the builder's
+
+
+def test_many_datasets_are_mapped(tmp_path: Path) -> None:
+    """A mapped file stays open: a run with 340 held-out sets ended with too many open files."""
+    source, limits = write(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_now = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 20, limits[1]))
+        kept = [build(source, tmp_path / "cache", window=window) for window in range(20, 32)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all(isinstance(dataset.tokens, np.memmap) for dataset in kept)
 
 
 def test_second_start_maps_the_files(tmp_path: Path, caplog: Any) -> None:

@@ -7,12 +7,11 @@ import errno
 import importlib.util
 import logging
 import math
-import resource
 import socket
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import allow_files
 
 if TYPE_CHECKING:
     from qfsdp.evaluation.serving.api import Served
@@ -55,15 +54,7 @@ def most_connections() -> int:
 
     asyncio accepts up to `backlog` connections before it tells of the first: half of the files.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MOST_CONNECTIONS + OTHER_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
-    files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
-    return max((files - OTHER_FILES) // 2, 8)
+    return max((allow_files(2 * MOST_CONNECTIONS + OTHER_FILES) - OTHER_FILES) // 2, 8)
 
 
 def run_server(served: Served, listening: socket.socket) -> None:
