@@ -163,6 +163,11 @@ def test_flash_linear_attention_gets_the_borders(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(sys.modules[names[2]], "chunk_gated_delta_rule", kernel, raising=False)
     assert delta_kernel.delta_kernel(torch.ones(2)) is None
+    monkeypatch.setattr(delta_kernel, "is_installed", lambda _: True)
+    for tokens, has in ((1 << 19, False), ((1 << 19) - 1, True)):
+        values: Any = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, device="meta")
+        one: Any = SimpleNamespace(numel=values.numel, is_cuda=True, dtype=values.dtype)
+        assert delta_kernel.has_kernel(one, "fla") == has
     monkeypatch.setattr(delta_kernel, "has_kernel", lambda *_: True)
     found = loss_and_gradients(native(tmp_path, LORA), given.tokens, given.positions, **more)
     assert calls == [True] * 3
