@@ -99,11 +99,16 @@ def find_either(name: str) -> str | None:
 def is_recipe(path: str | Path) -> bool:
     """Whether a Python file defines `Config` and `main` at its top level."""
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        return {"Config", "main"} <= defined_names(path)
     except (OSError, SyntaxError, ValueError):
         return False
-    defined = {getattr(statement, "name", None) for statement in tree.body}
-    return {"Config", "main"} <= defined
+
+
+def defined_names(path: str | Path) -> set[str]:
+    """Classes and functions at the top level of a Python file; raises OSError, SyntaxError and
+    ValueError."""
+    tree = ast.parse(Path(path).read_bytes())
+    return {name for statement in tree.body if (name := getattr(statement, "name", None))}
 
 
 def load_recipe(recipe_file: str | Path) -> ModuleType:

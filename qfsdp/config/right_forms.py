@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from shlex import quote
 from typing import get_type_hints
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import why
 from qfsdp.common.messages import did_you_mean, nearest
 from qfsdp.common.printable import masked_word
 from qfsdp.config import recipe_files as recipes
@@ -86,11 +88,24 @@ def no_recipe(program: str, name: str) -> str:
         return f"{told}; GRPO is an example: {program} run {example}"
     if stem in METHODS:
         return f"{told}{did_you_mean(f'recipes/{METHODS[stem]}')}"
+    if (file := Path(name if name.endswith(".py") else f"{name}.py")).is_file():
+        return f"{file}{_wrong_recipe(file)}; expected a recipe: Config and main at its top level"
     return told + (
         did_you_mean(recipes.similar_name("recipes", name))
         or f"; expected one that `{program} ls` lists, or a Python file that defines Config and "
         "main"
     )
+
+
+def _wrong_recipe(file: Path) -> str:
+    """What an edited copy of a recipe lacks."""
+    try:
+        defined = recipes.defined_names(file)
+    except SyntaxError as error:
+        return f", line {error.lineno}: not valid Python: {error.msg}"
+    except (OSError, ValueError) as error:
+        return f": cannot be read: {why(error)}"
+    return f": defines no {' and no '.join(sorted({'Config', 'main'} - defined))}"
 
 
 def check_flags(program: str, words: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from qfsdp import __version__
 from qfsdp.cli.command import run_command
+from qfsdp.config.right_forms import no_recipe
 from tests.tiny import ROOT, write_tiny_model
 
 CONFIG = "configs/llama3_8b_qdora.yaml"
@@ -125,3 +126,19 @@ def test_the_version_of_python_m_qfsdp() -> None:
     words = [sys.executable, "-m", "qfsdp", "--version"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert found.stdout == f"qfsdp {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("class Config: ...\nif:\n", "mine.py, line 2: not valid Python: invalid syntax; expected"),
+        ("class Config: ...\n", "mine.py: defines no main; expected a recipe: Config and main"),
+        ("", "mine.py: defines no Config and no main; expected"),
+    ],
+)
+def test_a_wrong_copy_of_a_recipe(text: str, message: str, tmp_path: Path) -> None:
+    """It was "no such recipe"."""
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    for name in (str(file), str(file).removesuffix(".py")):
+        assert message in no_recipe("qfsdp", name)
