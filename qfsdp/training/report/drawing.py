@@ -24,10 +24,8 @@ PAGE: Any = SETTINGS | {"font.size": 11, "lines.linewidth": 1.8, "lines.markersi
 # Points (1/72 inch), which are the SVG's pixels. The page shows a chart at about this width on any
 # screen, so its text is readable.
 WIDTH, HEIGHT = 360, 230
-MOST_NAMES, NAME_LETTERS = (
-    len(COLOURS),
-    60,
-)  # of a picture's legend; a larger one leaves no room for lines
+# Of a picture's legend; a larger one leaves no room for lines.
+MOST_NAMES, NAME_LETTERS = len(COLOURS), 60
 LETTERS = 44  # below a chart, of all ticks together
 # Colours that no chart has: the page puts its own in their place, light or dark.
 OF_PAGE = {"#010101": "var(--grid)", "#020202": "var(--ink)"}
