@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from qfsdp.common.errors import UserError, check_bounds
 from qfsdp.common.long_waits import long_wait
@@ -88,7 +88,11 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
     """Loads lm-eval's task objects with their rows, by name.
 
     Recipes call it before they load the model. Raises UserError: the package lm-eval is missing, a
-    task does not exist, or its rows cannot be loaded."""
+    task does not exist, its rows cannot be loaded, or they are too few for solved examples."""
+    return _with_settings(_read_tasks(config), config)
+
+
+def _read_tasks(config: LMEvalConfig) -> dict[str, Any]:
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "lm_eval.tasks: the package lm-eval is missing; expected pip install lm-eval"
@@ -110,12 +114,15 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
             # lm-eval replaces keys of a task only if the task is in a group.
             specs = [{"group": "local", "task": members}]
         try:
-            tasks: dict[str, Any] = manager.load(specs)["tasks"]
+            return cast(dict[str, Any], manager.load(specs)["tasks"])
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"lm_eval.tasks: {', '.join(config.tasks)}: {first_line(error)}; expected access "
                 "to the hub, or lm_eval.local_data"
             ) from error
+
+
+def _with_settings(tasks: dict[str, Any], config: LMEvalConfig) -> dict[str, Any]:
     for task in tasks.values():
         _set_shots(task, config.num_fewshot)
         for key, value in (task.get_config("generation_kwargs") or {}).items():
@@ -149,14 +156,14 @@ def _set_shots(task: Any, shots: int | None) -> None:
 def load_likelihood_tasks(key: str, config: LMEvalConfig) -> dict[str, Any]:
     """`load_tasks`, {} without tasks; refuses tasks that generate text, which training does not do.
     Raises UserError: as `load_tasks`, and for such a task, with `key` before it."""
-    tasks = load_tasks(config) if config.tasks else {}
+    tasks = _read_tasks(config) if config.tasks else {}
     for name, task in tasks.items():
         if task.OUTPUT_TYPE == "generate_until":
             raise UserError(
                 f"{key}.lm_eval.tasks: '{name}' generates text; expected tasks that compare "
                 "log-likelihoods, such as mmlu"
             )
-    return tasks
+    return _with_settings(tasks, config)
 
 
 def _with_subjects(config: LMEvalConfig) -> list[str]:
