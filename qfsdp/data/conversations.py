@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,10 @@ from qfsdp.data.chat.context_columns import (
 )
 from qfsdp.data.chat.messages import (
     as_message,
+    as_messages,
     as_tools,
     from_json,
     holds_messages,
-    joined_calls,
     may_train,
     text_of,
     unfilled,
@@ -189,7 +190,7 @@ def tokenize_conversations(
         if not isinstance(turns, list):
             kind = type(turns).__name__
             raise UserError(f"messages: a {kind}: {str(turns)[:60]!r}; expected a list of messages")
-        messages = joined_calls(turns, [_to_message(turn, train_on_input) for turn in turns])
+        messages = as_messages(turns, partial(_to_message, train_on_input=train_on_input))
         answers = [message for message in messages if message["role"] == "assistant"]
         if not answers:
             raise Unusable("no answer")
@@ -205,7 +206,7 @@ def tokenize_conversations(
 def _pair(prompt: str, answer: str, history: list[Any], on_input: bool) -> list[dict[str, Any]]:
     """A prompt and its answer after earlier turns; `on_input`: the prompt is trained too."""
     messages = [
-        *joined_calls(history, [_to_message(turn, on_input) for turn in history]),
+        *as_messages(history, partial(_to_message, train_on_input=on_input)),
         {"role": "user", "content": prompt, "masked": not on_input},
         {"role": "assistant", "content": answer, "masked": False},
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.chat.context_columns import history_of, system_of, with_system
-from qfsdp.data.chat.messages import as_message, as_tools, joined_calls
+from qfsdp.data.chat.messages import as_messages, as_tools
 from qfsdp.data.files.rows import Row
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.data.tokenizer_folder import eos_ids
@@ -28,8 +28,7 @@ def chat_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[i
         UserError: a message or a tool is wrong, or the chat template rejects the conversation.
     """
     if isinstance(tokenizer, HFTokenizer):
-        chat = joined_calls(messages, list(map(as_message, messages)))
-        return tokenizer.encode_chat(chat, as_tools(tools))
+        return tokenizer.encode_chat(as_messages(messages), as_tools(tools))
     from torchtune.data import Message
 
     turns: list[Any] = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
@@ -94,8 +93,7 @@ def in_context(
         UserError: a column holds something else.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    history = history_of(row, history_column)
-    turns = [*(shots or []), *joined_calls(history, list(map(as_message, history))), *messages]
+    turns = [*(shots or []), *as_messages(history_of(row, history_column)), *messages]
     turns = with_system(system_of(row, system_column) or system_prompt, turns)
     return [{key: value for key, value in turn.items() if key != "masked"} for turn in turns]
 

@@ -18,8 +18,8 @@ from qfsdp.config.load import get_key
 from qfsdp.hub.download import split_name
 
 KEY = "push_to_hub"
-# What an earlier push may have left in the repository, and transformers would load instead of the
-# pushed model: one file before an index, an adapter's base before the model itself.
+# Files of an earlier push. transformers would load them instead of the pushed model: it prefers a
+# single file to an index, and an adapter's base to the model itself.
 OLD_WEIGHTS = [
     "model*.safetensors",
     "model.safetensors.index.json",

@@ -15,9 +15,9 @@ Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def has_kernel(values: Tensor, package: str) -> bool:
-    """Dry runs, of fake tensors, compute in PyTorch; so does fp32, which fla refuses, and what fla
-    computes wrongly without a word: its places are 32-bit numbers (its issue 1080)."""
-    if values.numel() >= 1 << 31:
+    """Whether a package's kernel computes these values. PyTorch does in dry runs, which have fake
+    tensors, and in fp32, which fla refuses."""
+    if values.numel() >= 1 << 31:  # fla's 32-bit indices wrap, and its results are wrong (fla#1080)
         return False
     real = values.is_cuda and not isinstance(values, FakeTensor)
     refused = package == "fla" and values.dtype == torch.float32

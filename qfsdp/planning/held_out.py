@@ -9,8 +9,6 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.sizes import format_size
 from qfsdp.config.load import get_key
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import summed_loss
@@ -18,7 +16,7 @@ from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.modules.adapters.several import AdapterRows
 from qfsdp.modules.score_head import score_head
 from qfsdp.planning.estimate import adapters_of
-from qfsdp.planning.predict import Predictor
+from qfsdp.planning.predict import Predictor, check_fits
 from qfsdp.training.scores import last_scores
 from qfsdp.training.steps import StepClock
 
@@ -35,13 +33,9 @@ def check_held_out(predict: Predictor) -> None:
     larger = {"batch_size": -(-size // together), "gradient_accumulation_steps": 1}
     larger |= {key: value for key, value in alone.items() if hasattr(cfg, key)}
     found = replace(predict, cfg=replace(cfg, **larger), train_step=held_out_step)({})
-    if found.fits(predict.hardware):
-        return
-    needs, memory = format_size(found.device_bytes), format_size(predict.hardware.device_memory)
-    raise UserError(
-        f"validation.batch_size: {size}; an evaluation needs {needs} per rank; available: "
-        f"{memory}; expected a smaller one, or null: that of training, {cfg.batch_size}"
-    )
+    given = f"validation.batch_size: {size}"
+    expected = f"a smaller one, or null: that of training, {cfg.batch_size}"
+    check_fits(found, predict.hardware, given, "an evaluation", expected)
 
 
 def held_out_step(

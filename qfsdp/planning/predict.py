@@ -80,6 +80,20 @@ class Prediction:
         return hardware.host_memory is None or self.host_bytes <= hardware.host_memory
 
 
+def check_fits(found: Prediction, hardware: Hardware, given: str, what: str, expected: str) -> None:
+    """Raises UserError: `what`, which a run does beside its training steps, does not fit.
+
+    Args:
+        given: the key that decides it, with its value.
+        expected: what to change.
+    """
+    if not found.fits(hardware):
+        needs, memory = format_size(found.device_bytes), format_size(hardware.device_memory)
+        raise UserError(
+            f"{given}; {what} needs {needs} per rank; available: {memory}; expected {expected}"
+        )
+
+
 def between(one: Prediction, other: Prediction, share: float) -> Prediction:
     """The prediction at `share` of the line from `one` (0) to `other` (1)."""
 

@@ -10,13 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.sizes import format_size
 from qfsdp.config.load import get_key
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import build_frozen, evaluating
 from qfsdp.modules.distillation import DistillationConfig
-from qfsdp.planning.predict import Predictor
+from qfsdp.planning.predict import Predictor, check_fits
 from qfsdp.training.distillation import Teacher, of_teacher
 from qfsdp.training.steps import StepClock
 from qfsdp.training.teacher_cache import FACTS, folder_of, shared_tokens
@@ -24,21 +22,19 @@ from qfsdp.training.teacher_cache import FACTS, folder_of, shared_tokens
 
 def check_teacher_pass(predict: Predictor) -> None:
     """Raises UserError: the training step of `predict` fits, and the teacher's pass before it does
-    not. A folder that has some of its words already is not looked at: the teacher may have run on
+    not. Nothing is checked if the folder has some of its words already: the teacher may have run on
     another machine."""
     cfg = predict.cfg
     if get_key(cfg, "teacher.logprobs") in (None, "live") or (folder_of(cfg) / FACTS).exists():
         return
     step = partial(teacher_step, config=cfg.distillation, tokens=shared_tokens(cfg))
     found = replace(predict, cfg=alone(cfg), build_model=build_teacher, train_step=step)({})
-    if found.fits(predict.hardware):
-        return
-    needs, memory = format_size(found.device_bytes), format_size(predict.hardware.device_memory)
-    raise UserError(
-        f"teacher.logprobs: {cfg.teacher.logprobs}; the teacher's own pass needs {needs} per rank; "
-        f"available: {memory}; expected a smaller batch_size, more quantization of the teacher, or "
-        "a folder that a larger machine has written"
+    given = f"teacher.logprobs: {cfg.teacher.logprobs}"
+    expected = (
+        "a smaller batch_size, more quantization of the teacher, or a folder that a larger machine "
+        "has written"
     )
+    check_fits(found, predict.hardware, given, "the teacher's own pass", expected)
 
 
 def alone(cfg: Any) -> Any:

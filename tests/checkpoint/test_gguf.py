@@ -453,8 +453,9 @@ def test_tokens_of_several_spaces(tmp_path: Path) -> None:
 def test_what_training_puts_around_a_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tokens that only other files name; bos as `tokenizer.json` has it, whatever the config says;
-    ids that are tokens; eos never ends a question; the template's file comes before the config."""
+    """Tokens may be named in other files alone. `tokenizer.json` decides about bos, not the config.
+    Ids that are no tokens are left out. A question never ends with eos. The file of the template
+    comes before the one in the config."""
     model = write_tiny_model(tmp_path / "model", **SIZES)
     tokenizer, special = tokenizer_of("llama-bpe"), [("<s>", 0), ("</s>", 1)]
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "$A $B", special)

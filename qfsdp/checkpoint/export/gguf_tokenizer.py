@@ -283,11 +283,12 @@ def _sentence_pieces(file: Path) -> tuple[dict[int, tuple[str, float, int]], boo
 
 
 def _is_of_sentence_piece(described: dict[str, Any]) -> bool:
-    """Whether a `tokenizer.json` cuts text as a SentencePiece model whose words are BPE does: with
-    spaces as letters, and with all pairs that make a word, in the words' order.
+    """Whether a `tokenizer.json` cuts text as SentencePiece's BPE does. transformers 5 writes no
+    `tokenizer.model`.
 
-    transformers 5 writes no `tokenizer.model`. llama.cpp merges the pair whose word has the highest
-    score, `tokenizers` the pair that is listed first.
+    Spaces must be letters. llama.cpp merges the pair whose word has the highest score, `tokenizers`
+    the pair that is listed first. So every pair that makes a word must be listed, and the pairs of
+    a word must stand together.
     """
     model, steps = described.get("model") or {}, list[dict[str, Any]]()
     for part in ("normalizer", "pre_tokenizer"):

@@ -13,7 +13,7 @@ keys that any row has, with None for those that are missing: `unfilled` removes 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
@@ -116,12 +116,16 @@ def _role(turn: Mapping[str, Any]) -> Any:
     return turn.get("role") or turn.get("from")
 
 
-def joined_calls(turns: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of turns. A turn that is a call joins the assistant's right before it: several
-    calls at once, or a call after its text, are one answer, in which nothing ends before the last.
+def as_messages(
+    turns: Sequence[Any], convert: Callable[[Any], dict[str, Any]] = as_message
+) -> list[dict[str, Any]]:
+    """The messages of turns, each made by `convert`.
+
+    A turn that is a call becomes a part of the assistant's message right before it. A text and its
+    calls are one answer, so its end is written after the last of them.
     """
     found: list[dict[str, Any]] = []
-    for turn, message in zip(turns, messages, strict=True):
+    for turn, message in zip(turns, list(map(convert, turns)), strict=True):
         last = found[-1] if found else {}
         one = last.get("role") == "assistant" and last.get("masked") == message.get("masked")
         if one and str(_role(turn)).lower() in _CALLS:

@@ -223,14 +223,21 @@ def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """
     bare = [{key: value for key, value in m.items() if value is not None} for m in messages]
     without = [message for message in bare if "content" not in message]
-    texts = json.loads(json.dumps(bare)) if any("tool_calls" in m for m in bare) else None
-    for message in texts or ():
+    calls = any("tool_calls" in message for message in bare)
+    for content in ({}, {"content": None}, {"content": ""}) if without else ({},):
+        given: list[dict[str, Any]] = [content | message for message in bare]
+        yield given
+        if calls:  # made only where the first form fails
+            yield _with_text_arguments(given)
+
+
+def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    changed: list[dict[str, Any]] = json.loads(json.dumps(messages))
+    for message in changed:
         for call in message.get("tool_calls", ()):
             function = call.get("function", call)
             function["arguments"] = tojson(function.get("arguments", {}))
-    for content in ({}, {"content": None}, {"content": ""}) if without else ({},):
-        for form in filter(None, (bare, texts)):
-            yield [content | message for message in form]
+    return changed
 
 
 def answer(

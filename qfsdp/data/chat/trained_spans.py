@@ -262,8 +262,8 @@ class AnswerForm:
             answer (GLM).
         knows_developer: it writes messages with the role developer.
         end_of_call: likewise the first token of the results of a call, which follows a call.
-        unasked: the header of a template that writes it before an answer, but not where it is asked
-            for one: a prompt ends with it, or the answer would begin with its text.
+        unasked: the header before an answer, if the template writes none when it is asked for a
+            prompt. Prompts end with it: without it, the answer would begin with the header's text.
     """
 
     headers: tuple[str, ...] = ("",)

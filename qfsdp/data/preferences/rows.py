@@ -18,10 +18,10 @@ from qfsdp.common.errors import UserError
 from qfsdp.data.chat.context_columns import check_text_alone, history_of, system_of, with_system
 from qfsdp.data.chat.messages import (
     as_message,
+    as_messages,
     as_tools,
     from_json,
     holds_messages,
-    joined_calls,
     may_train,
     text_of,
     unfilled,
@@ -254,7 +254,7 @@ def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
 
 
 def _messages(turns: list[Any]) -> Messages:
-    return joined_calls(turns, [_message(turn) for turn in turns])
+    return as_messages(turns, _message)
 
 
 def _message(turn: Any) -> dict[str, Any]:

@@ -35,8 +35,9 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def _import_matplotlib() -> None:
-    """Imports it where it would fail, and without what it says of its cache: processes that are
-    started in a notebook have the notebook's MPLBACKEND, which need not be installed for them."""
+    """Imports matplotlib, without its warnings about its cache. A process that is started in a
+    notebook has the notebook's MPLBACKEND. The import fails if that backend is not installed for
+    it, and is then made without the variable."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     try:
         import matplotlib  # noqa: F401
