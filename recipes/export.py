@@ -70,9 +70,14 @@ class Config(OfAdapter):
 
 
 def merge_of(cfg: Config) -> Merge:
-    """The base, the adapter and the dtype of weights that are not quantized."""
+    """The base, the adapter and the dtype of weights that are not quantized.
+
+    An adapter was trained beside weights rounded to `model.dtype`. Without one nothing was, so
+    a model's own values are exported: bf16 would take three bits from a model in fp16.
+    """
     adapter = None if cfg.adapter is None else local_folder(cfg.adapter)
-    base_dtype, dtype = COMPUTE_DTYPES[cfg.model.dtype], COMPUTE_DTYPES[cfg.dtype]
+    base_dtype = COMPUTE_DTYPES["fp32" if adapter is None else cfg.model.dtype]
+    dtype = COMPUTE_DTYPES[cfg.dtype]
     weights, format = cfg.model.weights(), cfg.quantization.format
     if adapter is None and format != "none" and not weights.quantized:
         expected = "expected none without adapter: it would only round plain weights"

@@ -79,7 +79,7 @@ def exported(model: Path, output: Path, *words: str) -> Path:
     """The recipe's file with its shipped config and the overrides `words`."""
     recipe = load_recipe("export")
     argv = ["--config", str(ROOT / "configs/export.yaml"), f"model.path={model}"]
-    argv += ["adapter=null", "quantization.format=none", "model.dtype=fp32"]
+    argv += ["adapter=null", "quantization.format=none"]
     cfg = load_config(recipe.Config, [*argv, f"output_dir={output}", *words])
     recipe.check(cfg)
     recipe.main(cfg)
