@@ -167,7 +167,8 @@ def _warn(text: str) -> None:
 
 def _key(cfg: Any, loader: PreferenceLoader) -> str:
     """A hash of everything that decides the numbers, but rounding."""
-    of_start = cfg.reference == "start"
+    # With PiSSA and OLoRA the reference is what is left of the base, quantized, and the product.
+    of_start = cfg.reference == "start" or cfg.adapter.changes_base
     sections = ["quantization", "model"] + ["adapter", "seed"] * of_start
     settings = {
         key: value

@@ -78,6 +78,11 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
         {"prompt": "2 + 2? ", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         [ASK],
     ),
+    "the prompt has more turns": (  # they were dropped
+        preference_dataset,
+        {"prompt": [*BEFORE, ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        [*BEFORE, ASK],
+    ),
     "ultrafeedback": (
         ultrafeedback_dataset,
         {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
@@ -426,6 +431,12 @@ BAD_DATA = {
     ),
     "other prompts": (
         {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [BEFORE[0], BAD]},
+        "1 with a prompt that differs from that of its answers",
+    ),
+    "another system message": (
+        {"prompt": [{"role": "system", "content": "Be short."}, ASK]}
+        | {"chosen": [{"role": "system", "content": "-"}, ASK, GOOD]}
+        | {"rejected": [{"role": "system", "content": "-"}, ASK, BAD]},
         "1 with a prompt that differs from that of its answers",
     ),
     "other dialogues": (

@@ -97,6 +97,13 @@ def test_cached_numbers_are_those_of_live_passes(size: int, folder: Path, tmp_pa
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
+def test_a_start_that_changes_the_base_is_another_reference(folder: Path, tmp_path: Path) -> None:
+    """The base, quantized, differs from its rest, quantized, with PiSSA's product of any rank."""
+    starts = [], ["adapter.init=pissa"], ["adapter.init=pissa", "adapter.rank=4"]
+    cases = [words(tmp_path, "adapter.method=lora", *more) | {"steps": 1} for more in starts]
+    assert [found["passes"] for found in run(folder, 1, *cases)] == [1, 1, 1]
+
+
 @pytest.mark.long
 def test_damage_is_noticed(folder: Path, tmp_path: Path, capfd: Any) -> None:
     (whole,) = run(folder, 1, words(tmp_path))

@@ -180,8 +180,8 @@ def pair_of(row: Row, columns: Columns, chosen_column: str, rejected_column: str
     if chosen[0]["role"] != "assistant":  # whole dialogues: the prompt is their common beginning
         same = [a == b for a, b in zip(chosen, rejected, strict=False)]
         shared = same.index(False) if False in same else len(same)
-        _check_prompt(prompt, chosen[:shared])
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        prompt = _whole_prompt(prompt, chosen[:shared])
+        chosen, rejected = chosen[shared:], rejected[shared:]
     if not all(answer and answer[0]["role"] == "assistant" for answer in (chosen, rejected)):
         raise Unusable("prompts that differ")
     return [_chat(row, columns, prompt, answer) for answer in (chosen, rejected)]
@@ -198,8 +198,7 @@ def labelled(row: Row, columns: Columns, answer_column: str, label_column: str) 
     prompt = _prompt(row, columns)
     turns = _turns(_cell(row, answer_column), answer_column, columns.prompt is not None)
     if turns[0]["role"] != "assistant":
-        _check_prompt(prompt, turns)
-        prompt, turns = turns[:-1], turns[-1:]
+        prompt, turns = _whole_prompt(prompt, turns[:-1]), turns[-1:]
     return [_chat(row, columns, prompt, turns)]
 
 
@@ -262,12 +261,21 @@ def _message(turn: Any) -> dict[str, Any]:
     return message if may_train(turn) else message | {"masked": True}
 
 
-def _check_prompt(given: Messages, found: Messages) -> None:
-    """Raises Unusable unless the prompt of its own column stands in the dialogue."""
-    asked = [message["content"].strip() for message in given if message["role"] == "user"]
-    said = [(message["content"] or "").strip() for message in found]
-    if asked and asked[-1] not in said:
+def _whole_prompt(given: Messages, found: Messages) -> Messages:
+    """Of the prompt of its own column and that of a dialogue the one that has the other in it.
+
+    Raises:
+        Unusable: neither has, as with another question or system message.
+    """
+    ours, theirs = (
+        [(message["role"], (message["content"] or "").strip()) for message in messages]
+        for messages in (given, found)
+    )
+    if set(ours) <= set(theirs):
+        return found
+    if not theirs or ours[-len(theirs) :] != theirs:
         raise Unusable("a prompt that differs from that of its answers")
+    return given  # it has a system message, or turns before the dialogue
 
 
 def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Chat:
