@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,9 @@ def check_merge(name: str, method: Any, tmp_path: Path, by: Implementation) -> N
 
 def test_a_merge_of_a_plain_base_keeps_the_bytes_of_all_others(tmp_path: Path) -> None:
     hub_models.save_hub_model("lfm2", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text()) | {"time_step_limit": [0.0, math.inf]}  # Nemotron-H
+    file.write_text(json.dumps(config))
     adapter = AdapterConfig("lora", rank=4, alpha=8, targets=["w1"])
     model = built(tmp_path / "model", adapter)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
@@ -109,6 +113,9 @@ def test_a_merge_of_a_plain_base_keeps_the_bytes_of_all_others(tmp_path: Path) -
         adapted = key.endswith(".w1.weight")
         assert after[key].dtype == (torch.bfloat16 if adapted else torch.float32)
         assert adapted or torch.equal(after[key], tensor)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("dtype") == "float32" and written.pop("torch_dtype") == "bfloat16"
+    assert written == config
     given = [f"adapter={tmp_path}/adapter", "format=lora", f"output_dir={tmp_path}/lora"]
     run_recipe("export", words("export", tmp_path, *given))
     copied = (tmp_path / "lora" / WEIGHTS_FILE).read_bytes()

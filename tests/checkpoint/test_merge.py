@@ -448,7 +448,7 @@ def test_an_interrupted_merge_is_no_model(
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    stops = (Merge, "_merged"), (convert, "write_index"), (convert, "write_json")
+    stops = (Merge, "_merged"), (convert, "write_index"), (convert, "write_text")
     for where, name in stops:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)

@@ -113,7 +113,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {**GRANITE, **GRANITE4, "position_embedding_type": "rope", "attention_bias": True},
     ),
-    "granite4-no-rope": ("granitemoehybrid", {**GRANITE, **GRANITE4}),
+    "granite4-no-rope": (
+        "granitemoehybrid",
+        {**GRANITE, **GRANITE4, "position_embedding_type": "nope"},
+    ),
     "seed-oss": (
         "seed_oss",
         {"head_dim": 16, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
@@ -258,6 +261,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+# Devstral 2: queries are not scaled.
+TINY["ministral3-as-they-are"] = (
+    "ministral3",
+    {"head_dim": 32, "rope_parameters": SHORT | {"llama_4_scaling_beta": 0}},
+)
 
 
 def tiny_config(name: str) -> PreTrainedConfig:

@@ -252,7 +252,7 @@ def test_there_are_no_tiles() -> None:
 
 
 def test_a_config_without_model_type() -> None:
-    with pytest.raises(UserError, match="x: model_type None; expected the name that transformers"):
+    with pytest.raises(UserError, match="x: model_type None; expected .* or llama, as tr"):
         hub_config.hub_config({"architectures": ["LlamaForCausalLM"]}, "x")
 
 
@@ -384,12 +384,20 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
             "'WhisperForConditionalGeneration' is no causal language model",
         ),
         (
+            {
+                "architectures": ["GemmaForCausalLM"],
+                "model_type": "gemma",
+                "use_bidirectional_attention": True,
+            },
+            "GemmaForCausalLM has tokens see those after them .use_bidirectional_attention.; expec",
+        ),
+        (
             {"architectures": ["Emu3ForCausalLM"], "model_type": "emu3"},
             "Emu3ForCausalLM takes more than text; expected Emu3ForConditionalGeneration",
         ),
         (
-            {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"},
-            "PaliGemmaForConditionalGeneration of transformers .* was not found to train as "
+            {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"},
+            "Gemma3nForConditionalGeneration of transformers .* was not found to train as "
             "transformers does; expected one of docs/reference/models.md, or "
             r"model\.implementation=transformers",
         ),
@@ -414,6 +422,22 @@ def test_what_is_not_trained_is_refused_by_its_config(
     with pytest.raises(UserError, match=message) as error:
         hub_config.model_config(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_transformers_builds_what_our_decoder_does_not_compute() -> None:
+    """Granite 4's layers with Mamba and its experts: we build those without, of the same class."""
+    mamba = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"}
+    mamba |= hub_models.SIZES | {"layer_types": ["mamba", "attention"] * 2}
+    for experts, kinds in ((4, mamba["layer_types"]), (0, mamba["layer_types"]), (0, None)):
+        config = mamba | {"num_local_experts": experts, "layer_types": kinds}
+        assert isinstance(hub_config.model_config_of(config, "x"), hub_config.HubConfig)
+        with pytest.raises(UserError, match="expected (0|full_attention for every layer)"):
+            hub_config.model_config_of(config, "x", "native")
+
+
+def test_a_class_may_be_spelled_in_another_way() -> None:
+    config = {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"}  # Phi-3.5-MoE
+    assert hub_config.model_config_of(config, "x").architecture == "PhimoeForCausalLM"
 
 
 def test_a_missing_transformers_is_one_line(

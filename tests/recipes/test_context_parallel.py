@@ -181,9 +181,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
     cfg.model = ModelConfig("unused", implementation="transformers")
     with pytest.raises(UserError, match="sharding.context_parallel: 2; expected 1: transformers'"):
         check_hub_run(replace(cfg, packed=False), hub_config(parsed("apertus"), "config.json"))
-    both_ways = parsed("gemma3_text") | {"use_bidirectional_attention": True}
-    with pytest.raises(UserError, match="sharding.context_parallel: 2; expected 1: transformers'"):
-        check_hub_run(cfg, hub_config(both_ways, "config.json"))
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     stretched = parsed("llama") | {
         "rope_parameters": rope | {"original_max_position_embeddings": 128}

@@ -35,7 +35,7 @@ from qfsdp.checkpoint.weights.write import (
     write_index,
 )
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, warn_of_space, write_json, write_text
+from qfsdp.common.files import not_written, warn_of_space, write_text
 from qfsdp.distributed.world import World
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.kept_fp32 import KEPT_FP32
@@ -148,7 +148,8 @@ def _write_all(
             write_index(folder, files)
             # The Python files that `auto_map` names are not copied.
             known_config = {key: value for key, value in config.items() if key != "auto_map"}
-            write_json(folder / "config.json", known_config)
+            # Nemotron-H's has Infinity, which `write_json` would make null.
+            write_text(folder / "config.json", json.dumps(known_config, indent=2) + "\n")
             output.finish({name: digest for part in parts for name, digest in part.items()})
 
 

@@ -14,7 +14,7 @@ from qfsdp.modules.decoder_parts import (
 )
 from qfsdp.modules.families.keys import Keys, family
 from qfsdp.modules.families.rope_keys import FULL, NEW, SLIDING, rope_object
-from qfsdp.modules.families.values import Values
+from qfsdp.modules.families.values import NotComputed, Values
 from qfsdp.modules.rope_scalings import QueryScaling
 
 
@@ -72,7 +72,7 @@ def ministral3(keys: Keys) -> dict[str, Any]:
     """Ministral 3, text (2512): Mistral with YaRN, and longer queries at far positions."""
     values = rope_object(keys, _MINISTRAL3_ROPE)
     rope, scaling = Values(values, keys.source), None
-    if rope.given("llama_4_scaling_beta") is not None:
+    if rope.given("llama_4_scaling_beta"):  # 0: all queries as they are
         context = keys.size("max_position_embeddings")
         original = rope.size("original_max_position_embeddings", context)
         scaling = QueryScaling(rope.number("llama_4_scaling_beta"), original)
@@ -192,16 +192,19 @@ def granite(keys: Keys) -> dict[str, Any]:
 )
 def granite4(keys: Keys) -> dict[str, Any]:
     """Granite 4 without experts and Mamba layers (GraniteMoeHybrid), as in its 350M and 1B
-    models."""
+    models. transformers builds the others."""
     keys.only("num_local_experts", 0, absent=8)
+    mamba = ("mamba", "linear_attention")
     for name in ("layer_types", "layers_block_type"):
-        keys.of_layers(name, ("attention", FULL))
-    if keys.given("layer_types") is None and keys.given("layers_block_type") is None:
-        raise keys.error("layer_types", None, f"{FULL} for every layer")  # null: all are Mamba
+        kinds = keys.of_layers(name, ("attention", FULL, *mamba)) or ()
+        if (kind := next((one for one in kinds if one in mamba), None)) is not None:
+            raise NotComputed(str(keys.error(name, kind, f"{FULL} for every layer")))
+    if keys.given("layer_types") is None and keys.given("layers_block_type") is None:  # all Mamba
+        raise NotComputed(str(keys.error("layer_types", None, f"{FULL} for every layer")))
     embedded = keys.given("position_embedding_type")
-    if embedded not in (None, "rope"):
-        raise keys.error("position_embedding_type", embedded, "'rope' or null")
-    layer = LayerConfig(rope=keys.rope() if embedded else None)
+    if embedded not in (None, "rope", "nope"):
+        raise keys.error("position_embedding_type", embedded, "'rope', 'nope' or null")
+    layer = LayerConfig(rope=keys.rope() if embedded == "rope" else None)
     return _granite(keys) | {
         "layers": (layer,) * keys.size("num_hidden_layers"),
         "mlp": MLPConfig("shared_mlp", ("input_linear",), "output_linear"),

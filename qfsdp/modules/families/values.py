@@ -12,6 +12,10 @@ _MOST = {"num_hidden_layers": MOST_LAYERS, "max_position_embeddings": 2**31 - 1}
 _MOST_SIZE = 2**24  # of all others
 
 
+class NotComputed(UserError):
+    """What a `config.json` says is right, and our decoder does not compute it."""
+
+
 class Values:
     """The keys of one object of a `config.json`.
 
@@ -65,14 +69,15 @@ class Values:
         return value
 
     def only(self, name: str, expected: Any, absent: Any = None) -> None:
-        """Refuses every value but `expected`. A missing key means `absent` or, without one,
-        `expected`."""
+        """Raises `NotComputed` for every value but `expected`. A missing key means `absent` or,
+        without one, `expected`."""
         value = self.given(name)
         if value is None:
             value = expected if absent is None else absent
         if value != expected:
             wanted = repr(expected) if isinstance(expected, str) else str(expected).lower()
-            raise self.error(name, value, "null" if expected is None else wanted)
+            error = self.error(name, value, "null" if expected is None else wanted)
+            raise NotComputed(str(error))
 
     def first_of(self, names: tuple[str, ...], default: str) -> str:
         """The first of several names of one key that the file has, else `default`."""

@@ -17,6 +17,7 @@ from qfsdp.common.messages import first_line
 from qfsdp.modules.decoder_config import DecoderConfig, read_config
 from qfsdp.modules.decoder_parts import positions_of_answer
 from qfsdp.modules.families import FAMILIES, architecture_of
+from qfsdp.modules.families.values import NotComputed
 
 Implementation = Literal["auto", "native", "transformers"]
 CHECKED = Path(__file__).with_name("checked.json")
@@ -100,8 +101,8 @@ AnyConfig = DecoderConfig | HubConfig
 
 
 def model_config(folder: str | Path, implementation: Implementation = "auto") -> AnyConfig:
-    """The model of a folder: native where `families` has its architecture, unless
-    `implementation` says otherwise. Reads `config.json` only.
+    """The model of a folder: native where `families` has its architecture and our decoder computes
+    what the file says, unless `implementation` says otherwise. Reads `config.json` only.
 
     Raises:
         UserError: the file is missing or broken; or neither we nor the installed transformers have
@@ -116,9 +117,13 @@ def model_config_of(
     """`model_config` of the parsed `config.json` that `source` names."""
     architecture = _architecture(config)
     if implementation == "native" or (implementation == "auto" and architecture in FAMILIES):
-        return DecoderConfig.from_dict(config, source)
+        try:
+            return DecoderConfig.from_dict(config, source)
+        except NotComputed:
+            if implementation == "native" or architecture not in checked()["equal"]:
+                raise
     found = hub_config(config, source)
-    if implementation == "auto" and architecture not in checked()["equal"]:
+    if implementation == "auto" and (architecture := found.architecture) not in checked()["equal"]:
         from transformers import __version__
 
         raise UserError(
@@ -175,8 +180,11 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         known = [*FAMILIES, *causal.values(), *multimodal.values()]
         return _unknown(architecture, source, config, known)
-    if architecture not in (causal.get(kind), multimodal.get(kind)):
-        expected = causal.get(kind) or multimodal.get(kind, "a causal language model of text")
+    of_kind = [known[kind] for known in (causal, multimodal) if kind in known]
+    spelled = architecture.replace("_", "").casefold()  # "PhiMoEForCausalLM" is Phimoe...
+    same = (name for name in of_kind if name.replace("_", "").casefold() == spelled)
+    if (architecture := next(same, architecture)) not in of_kind:
+        expected = (of_kind or ["a causal language model of text"])[0]
         raise UserError(
             f"{source}: architecture {architecture!r} is no causal language model; expected "
             f"{expected}"
@@ -210,6 +218,9 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
     if both or encoder:
         what = "an encoder and a decoder" if both else "an encoder"
         raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
+    if getattr(of_text, "use_bidirectional_attention", None) in (True, "all"):
+        why = "has tokens see those after them (use_bidirectional_attention)"
+        raise UserError(f"{source}: {architecture} {why}; expected a causal language model")
     known = known_models()[1].get(hf.model_type, "the text model alone")
     if of_text is not hf and known != architecture:
         raise UserError(f"{source}: {architecture} takes more than text; expected {known}")
@@ -220,8 +231,9 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
 def _unknown(
     architecture: str | None, source: str, config: dict[str, Any], known: list[str]
 ) -> HubConfig:
-    if architecture in known:  # such as the shapes that estimates know by name
-        expected = "expected the name that transformers has for it"
+    if architecture in known:  # such as the shapes that estimates know by name, and Kimi K2
+        kinds = {kind for of in known_models() for kind in of if of[kind] == architecture}
+        expected = f"expected {' or '.join(sorted(kinds))}, as transformers calls {architecture}"
         raise UserError(f"{source}: model_type {config.get('model_type')!r}; {expected}")
     near = difflib.get_close_matches(architecture or "", known, 1, cutoff=0.0)[0]
     with_code = "; its own code (auto_map) is not run" if "auto_map" in config else ""

@@ -46,8 +46,7 @@ def check_shared(parts: int, config: HubConfig) -> None:
     """Raises `UserError` unless ranks may share the rows of `config`'s model in `parts`."""
     if parts == 1:
         return
-    both_ways = getattr(config.hf.get_text_config(), "use_bidirectional_attention", False)
-    if config.architecture not in ARCHITECTURES or both_ways:
+    if config.architecture not in ARCHITECTURES:
         raise unsupported(f"sharding.context_parallel: {parts}", "1", config)
     check_packed(config, f"sharding.context_parallel: {parts}; expected 1")
 
