@@ -389,7 +389,7 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
                 "model_type": "gemma",
                 "use_bidirectional_attention": True,
             },
-            "GemmaForCausalLM has tokens see those after them .use_bidirectional_attention.; expec",
+            "in GemmaForCausalLM tokens see those after them .use_bidirectional_attention.; expec",
         ),
         (
             {"architectures": ["Emu3ForCausalLM"], "model_type": "emu3"},

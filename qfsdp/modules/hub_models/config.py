@@ -219,8 +219,8 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
         what = "an encoder and a decoder" if both else "an encoder"
         raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
     if getattr(of_text, "use_bidirectional_attention", None) in (True, "all"):
-        why = "has tokens see those after them (use_bidirectional_attention)"
-        raise UserError(f"{source}: {architecture} {why}; expected a causal language model")
+        what = "tokens see those after them (use_bidirectional_attention)"
+        raise UserError(f"{source}: in {architecture} {what}; expected a causal language model")
     known = known_models()[1].get(hf.model_type, "the text model alone")
     if of_text is not hf and known != architecture:
         raise UserError(f"{source}: {architecture} takes more than text; expected {known}")
