@@ -117,8 +117,12 @@ def _table(hf: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _ignored(hf: Any) -> list[re.Pattern[str]]:
-    """Patterns of names that transformers does not read."""
+    """Patterns of names that transformers does not read, or of layers that predict further tokens:
+    its own patterns have the numbers that these have in the released sizes of a model."""
     patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    text = hf.config.get_text_config()
+    more = getattr(text, "num_mtp_layers", 0) or getattr(text, "num_nextn_predict_layers", 0) or 0
+    patterns |= {rf"\.layers\.{text.num_hidden_layers + at}\." for at in range(more)}
     for module in hf.modules():
         patterns |= set(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     return [re.compile(pattern) for pattern in patterns]
