@@ -136,6 +136,8 @@ def run(program: str, words: Sequence[str]) -> None:
     recipe = recipes.find_recipe(args.training_script)
     if recipe is None:
         raise UserError(right_forms.no_recipe(program, args.training_script))
+    if not recipes.runs_something(recipe):
+        raise UserError(f"{args.training_script}: it starts nothing; {right_forms.LAST_LINE}")
     argv = _with_config_path(args.training_script_args)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # modules of the user

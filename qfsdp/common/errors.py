@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,6 +145,24 @@ def limits_of_the_system() -> Iterator[None]:
         if (met := _limit(error)) is None:
             raise
         raise UserError(met) from None
+    except ValueError as error:
+        if (name := refused_variable(error)) is None:
+            raise
+        given = f"{name}: {shortened(repr(os.environ[name]))} in the environment"
+        reason = shortened(" ".join(str(error).split()), 150)
+        raise UserError(f"{given}; expected a value that its package reads ({reason})") from None
+
+
+def refused_variable(error: BaseException) -> str | None:
+    """The variable of the environment whose value ended the import of a package: the message or one
+    of the last lines of code has its name."""
+    frames = traceback.extract_tb(error.__traceback__)[-8:]
+    if not any(frame.name == "<module>" for frame in frames):
+        return None  # no import
+    words = re.findall(
+        r"\w+", "\n".join([str(error), *(frame.line or "" for frame in frames[-4:])])
+    )
+    return next((word for word in words if "_" in word and word in os.environ), None)
 
 
 def _limit(error: Exception) -> str | None:

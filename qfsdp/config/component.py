@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from qfsdp.common.errors import UserError
+from qfsdp.common.errors import UserError, refused_variable
 from qfsdp.common.messages import (
     TYPE_WORDS,
     did_you_mean,
@@ -75,6 +75,8 @@ class Component:
                 hint = in_words(answer_to(key, self.path)) if len(names) == 1 else ""
                 hint = hint or did_you_mean(_nearest_path(names, at, found))
                 raise UserError(f"{place}: '{self.path}' does not exist{hint}") from None
+            if refused_variable(error):  # told where the process ends
+                raise
             reason = f"importing '{self.path}' failed: {first_line(error)}"
             raise UserError(f"{place}: {reason}") from error
         check_kind(join_key(key, "_component_"), self.path, found, kind_at(key))
@@ -105,16 +107,22 @@ class Component:
         if provided and kind and kind.passed and kind.passed not in named and not takes_any:
             gives = f"takes no argument '{kind.passed}', which the recipe passes"
             raise UserError(f"{key}._component_: '{self.path}' {gives}; expected {kind.words}")
+        wrong = list[str]()
         for name, value in self.kwargs.items():
             if (key, name, value) == ("optimizer", "lr", "auto"):
                 continue  # qfsdp.training.learning_rate chooses a number
             if name in named:
-                _check_argument(f"{key}.{name}", value, named[name])
+                try:
+                    _check_argument(f"{key}.{name}", value, named[name])
+                except UserError as error:
+                    wrong.append(str(error))
         further = further_keys(target)
         known = {*named, *(entry.name for entry in fields(further))} if further else set(named)
         unknown = [name for name in self.kwargs if name not in known]
         if unknown and not takes_any:
-            raise self._not_taken(key, unknown, sorted(known - set(provided or ())))
+            wrong.append(str(self._not_taken(key, unknown, sorted(known - set(provided or ())))))
+        if wrong:
+            raise UserError("\n".join(wrong))
         for name, parameter in named.items():
             required = parameter.default is inspect.Parameter.empty
             if required and provided is not None and name not in {*self.kwargs, *provided}:

@@ -126,14 +126,15 @@ def build_section(schema: Any, tree: Any, prefix: str) -> Any:
         raise UserError(_no_section(schema, tree, prefix))
     hints = get_type_hints(schema)
     # `mistakes` finds these names, except where a value may be one of several sections.
-    for name in tree:
-        if name not in names:
-            raise UserError(_unknown(schema, prefix, str(name), tree[name], names))
-    wrong, values = list[str](), dict[str, Any]()
+    unknown = [name for name in tree if name not in names]
+    wrong = [_unknown(schema, prefix, str(name), tree[name], names) for name in unknown]
+    values = dict[str, Any]()
     for name in names:
         key = join_key(prefix, name)
         try:
             if tree.get(name, "???") == "???":  # OmegaConf's mark for "must be given"
+                if unknown:  # one of them may be this key, mistyped
+                    continue
                 raise required(key)
             values[name] = _convert(hints[name], tree[name], key)
         except UserError as error:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import yaml
@@ -25,8 +24,9 @@ from omegaconf.errors import OmegaConfBaseException
 from qfsdp.common.errors import NEEDS_UTF8, UserError, shortened
 from qfsdp.common.messages import did_you_mean, first_line, join_key, required
 from qfsdp.common.printable import masked, masked_word, redacted
-from qfsdp.config.component import Component
+from qfsdp.config.component_types import LOGGER, Kind, kind_at
 from qfsdp.config.convert import (
+    as_component,
     build_section,
     check_values,
     defaults,
@@ -74,32 +74,41 @@ def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
     except RecursionError:
         raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
     except OmegaConfBaseException as error:
-        _check_names(schema, tree)  # ${adapter.rank} of `adapter: qlora`
+        if names := _wrong_names(schema, tree):  # ${adapter.rank} of `adapter: qlora`
+            raise UserError(redacted("\n".join(names))) from None
         reason = first_line(error)
         missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
         if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
             raise required(name) from None
         raise UserError(redacted(f"{error.full_key}: {reason}")) from None
-    _check_names(schema, resolved)
+    names = _wrong_names(schema, resolved)
     try:
         check_values(resolved)
         config = build_section(schema, resolved, "")
     except UserError as error:
-        raise UserError(redacted(str(error))) from None
+        raise UserError(redacted(all_told([*names, str(error)], resolved))) from None
     built = plain_tree(config)
     kept = {path: (text, _at(built, path)) for path, text in from_environment.items()}
     object.__setattr__(config, _KEPT, kept)
     return config
 
 
-def _check_names(schema: type, tree: dict[str, Any]) -> None:
-    """Raises UserError with a line for each of the `mistakes`, so that the config of another
-    project is told as a whole."""
+def _wrong_names(schema: type, tree: dict[str, Any]) -> list[str]:
+    """A line for each of the `mistakes`, so that the config of another project is told as a
+    whole. Raises UserError for more than `MOST_LINES`."""
     wrong = list(islice(mistakes(schema, schema, tree), MOST_LINES + 1))
     if len(wrong) > MOST_LINES:
-        wrong[MOST_LINES:] = ["... and more"]
-    if wrong:
-        raise UserError(redacted("\n".join(wrong)))
+        raise UserError(redacted("\n".join([*wrong[:MOST_LINES], "... and more"])))
+    return wrong
+
+
+def all_told(errors: Sequence[str], tree: dict[str, Any]) -> str:
+    """The lines of errors, and those of the components of a config: one start tells all mistakes.
+    A key that has several lines is told by the first."""
+    told: dict[str, str] = {}
+    for line in chain(*(error.split("\n") for error in errors), _of_components(tree)):
+        told.setdefault(line.partition(";")[0], line)
+    return "\n".join(told.values())
 
 
 def required_config() -> UserError:
@@ -135,14 +144,14 @@ def over_defaults(schema: type, tree: dict[str, Any]) -> dict[str, Any]:
 
 def split_words(argv: Sequence[str], schema: type) -> tuple[str | None, list[str]]:
     """The path behind `--config`, None without one, and the other words. Raises UserError for one
-    that is no `key=value` or `~key`."""
-    path, overrides = None, []
+    that is no `key=value` or `~key`, and for a second `--config`."""
+    paths, overrides = list[str](), list[str]()
     words = iter(argv)
     for word in words:
         if word == "--config":
-            path = next(words, None)
+            paths += [path] if (path := next(words, None)) is not None else []
         elif word.startswith("--config="):
-            path = word.partition("=")[2]
+            paths.append(word.partition("=")[2])
         elif word.startswith("-") and "=" in word:
             bare, word = masked_word(word.lstrip("-")), masked_word(word)
             raise UserError(f"'{word}': overrides are written without dashes: {bare}")
@@ -150,7 +159,9 @@ def split_words(argv: Sequence[str], schema: type) -> tuple[str | None, list[str
             overrides.append(word)
         else:
             raise UserError(not_understood(word, next(words, ""), next(words, ""), schema))
-    return path, overrides
+    if len(paths) > 1:
+        raise UserError(f"--config: given {len(paths)} times: {', '.join(paths)}; expected one")
+    return paths[0] if paths else None, overrides
 
 
 def read_yaml(path: str) -> dict[str, Any]:
@@ -318,24 +329,37 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
     return tree
 
 
-def check_components(config: Any, key: str = "") -> None:
-    """Checks every Component in a config; raises UserError as `Component.check`.
+def check_components(config: Any) -> None:
+    """Checks every Component in a config; raises UserError as `Component.check`, a line for each.
 
-    Missing arguments are not found: the recipe may pass them. Losses without a dot, such as
-    `sigmoid`, are the recipe's own.
+    Missing arguments are not found: the recipe may pass them.
     """
-    if isinstance(config, Component):
-        if "." in config.path or not key.startswith("loss"):
-            config.check(key, provided=None)
-    elif is_dataclass(config):
-        for entry in fields(config):
-            check_components(getattr(config, entry.name), join_key(key, entry.name))
-    elif isinstance(config, list):
-        for at, entry in enumerate(config):
-            check_components(entry, f"{key}[{at}]")
-    elif isinstance(config, dict):
-        for name, entry in config.items():
-            check_components(entry, join_key(key, name))
+    if wrong := list(_of_components(plain_tree(config), skipped=())):
+        raise UserError("\n".join(wrong))
+
+
+def _of_components(
+    node: Any, key: str = "", skipped: Sequence[Kind | None] = (None, LOGGER)
+) -> Iterator[str]:
+    """What is wrong with the components below a node of a config's tree.
+
+    Losses without a dot, such as `sigmoid`, are the recipe's own. Of the kinds that are skipped, no
+    place asks for None, and to look at a logger imports torchtune, which takes seconds.
+    """
+    path = node.get("_component_") if isinstance(node, dict) else None
+    if path is not None:
+        if kind_at(key) in skipped or ("." not in str(path) and key.startswith("loss")):
+            return
+        try:
+            as_component(node, key).check(key, provided=None)
+        except UserError as error:
+            yield from str(error).split("\n")
+    elif isinstance(node, dict):
+        for name, entry in node.items():
+            yield from _of_components(entry, join_key(key, str(name)), skipped)
+    elif isinstance(node, list):
+        for at, entry in enumerate(node):
+            yield from _of_components(entry, f"{key}[{at}]", skipped)
 
 
 def _escape(text: str) -> str:

@@ -111,6 +111,14 @@ def defined_names(path: str | Path) -> set[str]:
     return {name for statement in tree.body if (name := getattr(statement, "name", None))}
 
 
+def runs_something(path: str | Path) -> bool:
+    """Whether a Python file does more at its top level than import and define."""
+    tree = ast.parse(Path(path).read_bytes())
+    defines = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+    rest = [statement for statement in tree.body if not isinstance(statement, defines)]
+    return any(not isinstance(getattr(one, "value", None), ast.Constant) for one in rest)
+
+
 def load_recipe(recipe_file: str | Path) -> ModuleType:
     """Imports a recipe file without running it."""
     name = f"qfsdp_recipe_{Path(recipe_file).stem}"

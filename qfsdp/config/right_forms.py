@@ -19,6 +19,7 @@ TORCHRUN = (
     *("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
 )
+LAST_LINE = 'expected launch(__file__, Config, check, main) at its end, if __name__ == "__main__"'
 # What others call a method -> the recipe, and the words for it.
 METHODS = {
     **dict.fromkeys(("lora", "qlora", "sft", "qdora", "finetune", "train"), "qdora_distributed"),

@@ -271,7 +271,8 @@ def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
     answers = message["role"] == "assistant"
     if answers:
         check_answer(message)
-    trained = may_train(turn) and (train_on_input or answers)
+    asked_for = any(turn.get(key) is True for key in ("train", "training"))  # as Axolotl has it
+    trained = may_train(turn) and (train_on_input or answers or asked_for)
     return message | {"masked": not trained}
 
 

@@ -29,7 +29,8 @@ from qfsdp.common.files import check_folder
 from qfsdp.common.output import check_output, outlive_output_errors, print_to
 from qfsdp.common.quiet import quiet_torchao
 from qfsdp.common.terminal import closed_at_end, say
-from qfsdp.config.load import as_text, check_components, load_config
+from qfsdp.config.convert import plain_tree
+from qfsdp.config.load import all_told, as_text, check_components, load_config
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.config.reference import print_help, wants_help
 from qfsdp.hub.download import download, previewed
@@ -154,10 +155,13 @@ def checked(check: Callable[[T], None], config: T) -> None:
     """Runs a recipe's `check`; what it names on the hub is then downloaded. Raises UserError."""
     if (output_dir := getattr(config, "output_dir", None)) is not None:
         check_folder("output_dir", Path(output_dir).expanduser())
-    with previewed(config):
-        check(config)
-        check_push(config)
-        download(config)
+    try:
+        with previewed(config):
+            check(config)
+            check_push(config)
+            download(config)
+    except UserError as error:
+        raise UserError(all_told([str(error)], plain_tree(config))) from None
 
 
 def _trains(config: Any) -> bool:

@@ -161,7 +161,7 @@ def _steps(cfg: Any, loader: Loader, ranks: int, first: int, total: int) -> str:
             enough = -(-cfg.max_steps // loader.steps_per_epoch)
             steps += f" (epochs={enough} for max_steps {cfg.max_steps:,})"
     if first:
-        steps += f", {first:,} of them done"
+        steps += f", {first:,} of them done" if first <= total else f"; {first:,} are done already"
     split = f"batch_size {cfg.batch_size} x accumulation {micro_batches} x {who}"
     return f"{steps}; global batch {size:,} = {split}"
 

@@ -167,6 +167,11 @@ def test_empty_section_means_defaults(load: Any) -> None:
     assert load(text="model: {path: x}\noutput_dir: y\nadapter:\n").adapter == Adapter(rank=64)
 
 
+def test_two_configs(error: Any) -> None:
+    """The second won without a word."""
+    assert error("--config=b.yaml").startswith("--config: given 2 times: ")
+
+
 def test_config_with_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(YAML)
     assert load_config(Config, [f"--config={tmp_path}/c.yaml"]).batch_size == 2

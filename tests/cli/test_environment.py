@@ -9,7 +9,8 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from qfsdp.common.devices import check_system
-from qfsdp.common.errors import UserError
+from qfsdp.common.errors import UserError, user_errors
+from qfsdp.config.component import Component
 from qfsdp.launch.ranks import check_environment, rank_failures
 from qfsdp.training.report.run_folder import read_steps
 
@@ -68,3 +69,20 @@ def test_odd_metrics(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(odd + '{"step": 2, "loss": 1.5}')
     expected = [{"step": 1, "n": None}, {"step": 2, "loss": 1.5}]
     assert read_steps(tmp_path / "m.jsonl") == expected
+
+
+@pytest.mark.parametrize(
+    "code", ['int(os.environ["SOME_LIMIT"])', 'raise ValueError("SOME_LIMIT: no number")']
+)
+def test_a_variable_that_a_package_refuses(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as HF_HUB_DOWNLOAD_TIMEOUT=abc and TORCH_LOGS=foo: a traceback of torch's import."""
+    (tmp_path / "package_with_limit.py").write_text(f"import os\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SOME_LIMIT", "abc")
+    with pytest.raises(SystemExit, match="2"), user_errors():
+        Component("package_with_limit.Thing").resolve("optimizer")
+    assert capsys.readouterr().err.startswith("error: SOME_LIMIT: 'abc' in the environment; ")
+    with pytest.raises(ValueError, match="abc"), user_errors():
+        int(os.environ["SOME_LIMIT"])  # no import

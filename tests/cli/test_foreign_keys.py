@@ -14,6 +14,7 @@ from qfsdp.config.foreign_keys import answer_to, foreign_keys
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.data.reading import KEYS
+from qfsdp.launch.start import check_recipe
 from tests.cli.stand_in import ROOT
 
 QDORA = load_recipe(ROOT / "recipes/qdora_distributed.py").Config
@@ -185,6 +186,23 @@ def test_wrong_values_are_told_at_once() -> None:
         load_config(QDORA, ["--config", str(ROOT / CONFIGS[QDORA]), *words])
     keys = {line.partition(":")[0] for line in str(error.value).splitlines()}
     assert keys == {"batch_size", "adapter.rank", "epochs", "compile"}
+
+
+def test_names_values_and_arguments_are_told_at_once(tmp_path: Path) -> None:
+    """They were told at three starts."""
+    arguments = ["optimizer.lr=x", "optimizer.foo=3", "lr_scheduler.num_warmup_steps=0.1"]
+    words = ["--config", str(ROOT / CONFIGS[QDORA]), f"output_dir={tmp_path}", *arguments]
+    with pytest.raises(UserError) as error:
+        load_config(QDORA, [*words, "adapter.rnk=8", "epochs=3.0"])
+    lines = str(error.value).splitlines()
+    heads = ["unknown key 'adapter.rnk'", "epochs: 3.0 is not valid", "optimizer.lr: 'x' is not"]
+    heads += ["optimizer.foo: 'torch.optim.AdamW'", "lr_scheduler.num_warmup_steps: 0.1 is not"]
+    assert len(lines) == 5 and all(map(str.startswith, lines, heads)), lines
+    with pytest.raises(UserError) as error:
+        check_recipe(ROOT / "recipes/qdora_distributed.py", [*words, "model.path=/nofolder"])
+    lines = str(error.value).splitlines()
+    heads[:2] = ["/nofolder/config.json: "]
+    assert len(lines) == 4 and all(map(str.startswith, lines, heads)), lines
 
 
 # Keys of example configs that the projects publish, and of the arguments of their trainers.

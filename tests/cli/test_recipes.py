@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qfsdp.cli.command import run_command
 from qfsdp.common.errors import UserError
 from qfsdp.config.recipe_files import (
     DEFAULT_RECIPE,
@@ -16,6 +17,7 @@ from qfsdp.config.recipe_files import (
     list_files,
     recipe_file_of,
     recipe_of_config,
+    runs_something,
     similar_name,
 )
 from tests.cli.stand_in import ROOT, write_stand_in
@@ -37,9 +39,21 @@ def test_a_recipe_defines_config_and_main(text: str, expected: bool, tmp_path: P
     assert is_recipe(tmp_path / "x.py") == expected
 
 
+@pytest.mark.parametrize("flags", [(), ("--nproc_per_node", "2")])
+def test_a_copy_without_its_last_line(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It did nothing and ended with 0."""
+    text = (ROOT / "recipes/merge.py").read_text().partition("if __name__")[0]
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        run_command("tune", ["run", *flags, f"{tmp_path}/mine.py", "--config", "merge"])
+    assert "mine.py: it starts nothing; expected launch(__file__, " in capsys.readouterr().err
+
+
 def test_every_shipped_recipe_is_one() -> None:
     recipes = list(ROOT.glob("recipes/*.py"))
-    assert recipes and all(map(is_recipe, recipes))
+    assert recipes and all(map(is_recipe, recipes)) and all(map(runs_something, recipes))
     assert not is_recipe(ROOT / "qfsdp/cli/command.py") and not is_recipe(ROOT / "absent.py")
 
 

@@ -370,6 +370,10 @@ def test_a_turn_that_is_not_trained(tokenizer: HFTokenizer, tmp_path: Path, key:
     turns = [_asked("a"), _said("b", **key), _asked("c"), _said("d", train=True)]
     dataset = chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
     assert texts(tokenizer, dataset)[1] == "d<|im_end|>"
+    turns[2]["training"] = True  # a question: ignored before
+    dataset = chat_dataset(tokenizer, source=write(tmp_path / "q.jsonl", [{"messages": turns}]))
+    question = texts(tokenizer, dataset)[1]
+    assert "user\nc<|im_end|>" in question and "a<|im_end|>" not in question
     turns[1]["train"] = "no"
     with pytest.raises(UserError, match="train: 'no' of a message; expected true or false"):
         chat_dataset(tokenizer, source=write(tmp_path / "b.jsonl", [{"messages": turns}]))

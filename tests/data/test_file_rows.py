@@ -103,7 +103,9 @@ def test_names_mean_nothing(tmp_path: Path, caplog: Any) -> None:
     assert "reads 9 files: " in said and "; left out: " in said
     for name in (".git (hidden)", ".hidden.jsonl (hidden)", "README.md", "loop (a second way"):
         assert name in said
+    assert caplog.records[-1].levelname == "WARNING"  # shown, as README.md is not read
     assert answers(folder, data_files="e v a l/*.jsonl") == ["e v a l/*.jsonl"]
+    assert caplog.records[-1].levelname == "INFO"
     assert answers(folder, data_files="val?.jsonl") == ["val?.jsonl"]
     assert answers(folder, data_files="**/x.jsonl") == ["2023/train/x.jsonl"]
     for name in ("../outside.jsonl", str(outside), "none*"):

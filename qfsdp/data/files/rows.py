@@ -168,7 +168,10 @@ def _chosen(source: str, folder: Path, data_files: str | None) -> list[Path]:
         names = [file.relative_to(folder).as_posix() for file in files]
         count = f"{len(files):,} file{'s' * (len(files) > 1)}"
         rest = f"; left out: {_some(left_out)}" if left_out else ""
-        log.info("%s: reads %s: %s%s", source, count, _some(names), rest)
+        # A folder with .txt and .md files would lose the second kind in silence.
+        unread = data_files is None and any(not name.endswith(")") for name in left_out)
+        level = logging.WARNING if unread else logging.INFO
+        log.log(level, "%s: reads %s: %s%s", source, count, _some(names), rest)
     return files
 
 
