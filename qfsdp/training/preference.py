@@ -111,7 +111,8 @@ def _named(key: str, path: str, kwargs: dict[str, Any]) -> Component:
         return Component(path, kwargs, key)
     if path not in LOSSES:
         known = f"expected one of {', '.join(LOSSES)}, or the path of a function"
-        raise UserError(f"{key}: '{path}' is no loss; {known}{did_you_mean(nearest(path, LOSSES))}")
+        near = "sigmoid" if path == "dpo" else nearest(path, LOSSES)  # its letters are ipo's
+        raise UserError(f"{key}: '{path}' is no loss; {known}{did_you_mean(near)}")
     return Component(f"qfsdp.training.preference_losses.{path}", kwargs, key)
 
 

@@ -100,6 +100,14 @@ def test_sums_of_layers_give_transformers_value() -> None:
     assert torch.allclose(balance_loss(sums.sum((0, 1)), 3 * real.sum()), expected)
 
 
+def test_losses_of_samples_have_no_balancing_loss() -> None:
+    """It was added to each: a loop of one's own read other log-probabilities."""
+    decoder, (tokens, labels, _) = balanced(ours(reference("qwen3-moe"))), padded()
+    ids = torch.arange(3).unsqueeze(1).expand_as(tokens)
+    with pytest.raises(UserError, match="router_aux_loss: 0.7; expected null"):
+        decoder(tokens, labels=labels, sample_ids=ids, num_samples=3)
+
+
 def test_the_loss_does_not_depend_on_how_rows_are_split() -> None:
     decoder = balanced(ours(reference("qwen3-moe")))
     tokens, labels, _ = padded()

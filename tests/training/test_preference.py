@@ -185,6 +185,7 @@ def test_the_reference_is_the_start(
 
 MISTAKES: dict[str, tuple[Losses, Any, str]] = {
     "a name": (Component("sigmiod"), "base", "loss: 'sigmiod' is no loss; .*sigmoid"),
+    "another name": (Component("dpo"), "base", "'dpo' is no loss; .*did you mean 'sigmoid'"),
     "a path": (Component("my.loss"), "base", "'my.loss' does not exist"),
     "an argument": (Component("sigmoid", {"betta": 1}), "base", "'betta'.*beta"),
     "a number": (Component("ipo", {"beta": 0.0}), "base", "loss.beta: 0.0; expected a number"),

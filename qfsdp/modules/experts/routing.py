@@ -21,6 +21,7 @@ import math
 import torch
 from torch import Tensor
 
+from qfsdp.common.errors import UserError
 from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.modules.collectives import over_parts
@@ -85,12 +86,18 @@ class Routing:
         Returns:
             `loss`, the summed cross entropy, plus `factor` times the balancing loss of each row
             times its number of targets.
+
+        Raises:
+            UserError: `loss` is of samples, whose log-probabilities it is.
         """
         sums = torch.stack(of_layers)
         totals = sums.detach().sum(1)
         self._totals = totals if self._totals is None else self._totals + totals
         if not self.factor:
             return loss
+        if loss.dim():
+            why = "expected null, as log-probabilities of samples have no such loss in them"
+            raise UserError(f"model.router_aux_loss: {self.factor}; {why}")
         sums, tokens = sums.sum(0), counted.sum(1)
         if cut is not None:  # a row's loss is no sum over its parts; its targets here weigh it
             sums, tokens = over_parts(sums, self.group), cut.lengths
