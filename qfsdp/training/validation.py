@@ -228,6 +228,11 @@ class Validation:
         if self.is_due(step):
             with meter.paused("validation"):
                 self._run(step, model, log, save)
+        if self.is_over and step < self._total_steps:
+            log.say(
+                f"validation: {self.metric} has not improved in {self.progress['waited']} "
+                f"evaluations; the run ends after step {step}"
+            )
 
     def _run(self, step: int, model: nn.Module, log: RunLog, save: Callable[[Path], None]) -> None:
         numbers = {name: self._numbers(name, model) for name in self.sets}
@@ -252,11 +257,6 @@ class Validation:
             self._keep(step, numbers, save, earlier)
         elif self._config.keep_best and self._world.rank == 0:
             _copy_best(self.progress, self._output_dir)
-        if self.is_over and step < self._total_steps:
-            log.say(
-                f"validation: {self.metric} has not improved in {self.progress['waited']} "
-                f"evaluations; the run ends after step {step}"
-            )
 
     @cached_property
     def _data(self) -> str:

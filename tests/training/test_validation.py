@@ -458,6 +458,9 @@ def test_patience(tmp_path: Path, monkeypatch: Any, patience: int) -> None:
         f"validation: held has not improved in {patience} evaluations; the run ends after step "
         f"{ends}"
     )
+    run.log.lines.clear()  # resumed there, as every recipe does it
+    run.validation.run(ends, None, run.log, run.log, run.save)  # type: ignore[arg-type]
+    assert run.steps(ends) == [] and run.log.lines[-1].endswith(f"the run ends after step {ends}")
     write, which = run.validation.result(run.save)
     write(tmp_path / "adapter")
     best = (tmp_path / "adapter/weights").read_text()
