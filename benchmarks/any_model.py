@@ -143,7 +143,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "stablelm": {"qk_layernorm": True},
 }
-MORE["kimi_linear"] |= {"layer_types": ["linear_attention", "full_attention"] * 2}
+MORE["kimi_linear"] = MLA | {"layer_types": ["linear_attention", "full_attention"] * 2}
 # Model type -> changes of `MORE` for a second model, which has other modules.
 SECOND: dict[str, dict[str, dict[str, Any]]] = {
     "gemma4": {"gemma4_text": MORE["gemma4_text"] | {"enable_moe_block": True, "top_k_experts": 2}},
