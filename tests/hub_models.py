@@ -101,6 +101,9 @@ def _configs() -> dict[str, Callable[[], Any]]:
         ),
         "mamba": lambda: t.MambaConfig(**SIZES),
         "apertus": lambda: t.ApertusConfig(**SIZES),
+        "bamba": lambda: t.BambaConfig(
+            **SIZES, attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=16
+        ),
         "falcon_h1": lambda: t.FalconH1Config(
             **SIZES, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16
         ),

@@ -175,6 +175,17 @@ def test_a_server_answers_many_at_once(tmp_path: Path) -> None:
     assert texts[0] != texts[3]
 
 
+def test_a_new_token_has_its_position(tmp_path: Path) -> None:
+    """Bamba's own is 0 for the first token of every call, also with a cache."""
+    hub_models.save_hub_model("bamba", tmp_path)
+    model, row = built(tmp_path), torch.arange(40, 63).unsqueeze(0)
+    cache, lengths = HubCache([20]), [20, 1, 1, 1]
+    with torch.no_grad():
+        kept = torch.cat([model(part, cache=cache) for part in row.split(lengths, 1)])
+        whole = model(row)[0, 19:]
+    assert (kept - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
 @pytest.mark.long
 def test_200_tokens_from_states_equal_computing_them_anew(tmp_path: Path) -> None:
     """Each token's logits, from the states that Gated DeltaNet has kept of those before."""

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
 from qfsdp.data.batch import cut_rows
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
@@ -30,6 +31,7 @@ from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers, take_linears
 from qfsdp.modules.hub_models.names import names_of_experts, renamed_modules, shared_names
+from qfsdp.modules.hub_models.packing import packed_modules
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.modules.hub_models.shared_rows import share_attention
 from qfsdp.modules.hub_models.text_part import take_text_model
@@ -286,13 +288,22 @@ class HubDecoder(nn.Module):
         return HubHead(module, *(name.removeprefix(prefix) for name in names))
 
     def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """`[1, vocab]`, the logits of the token after these, and the cache with them."""
-        output = self._run_body(tokens, None, use_cache=True, past_key_values=cache)
-        if (cache := getattr(output, "past_key_values", None)) is None:
-            name, source = self.config.architecture, self.config.source
+        """`[1, vocab]`, the logits of the token after these, and the cache with them: the number
+        of its tokens, and what transformers keeps."""
+        seen, kept = cache or (0, None)
+        name, source = self.config.architecture, self.config.source
+        positions, total = None, seen + tokens.size(1)
+        if name in packed_modules():  # given positions were compared; Bamba takes 0 without them
+            positions = torch.arange(seen, total, device=tokens.device).unsqueeze(0)
+        try:
+            output = self._run_body(tokens, positions, use_cache=True, past_key_values=kept)
+        except ValueError as error:  # Jamba's cache, where no layer attends
+            why = f"transformers' cache: {first_line(error)}"
+            raise UserError(f"{source}: {name} is not generated from ({why})") from None
+        if (kept := getattr(output, "past_key_values", None)) is None:
             raise UserError(f"{source}: {name} keeps no keys and values; it is not generated from")
-        head = self._head()
-        return head.logits(output.last_hidden_state[:, -1:], tokens[:, -1:])[:, 0], cache
+        logits = self._head().logits(output.last_hidden_state[:, -1:], tokens[:, -1:])
+        return logits[:, 0], (total, kept)
 
     def _run_body(self, tokens: Tensor, positions: Tensor | None, **more: Any) -> Any:
         """The output of transformers' body, which is given what it takes of `more`."""
