@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from qfsdp.config.component import Component
 from qfsdp.config.load import get_key
 from qfsdp.data.loader import MapDataset
+from qfsdp.data.preferences.tokenized import Preferences
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.data.stream import Loader
 
@@ -38,9 +40,11 @@ def advice(
         positions: the largest length that the model knows, in tokens.
     """
     lines = [*_updates(cfg, loader, total), *_cut(cfg, loader, positions), *_rate(cfg)]
-    trained = _tokenized(getattr(loader, "dataset", None))
+    lines += [*_reference(cfg), *_labels(cfg, loader)]
+    trained = _tokenized(getattr(loader, "dataset", None), answers=True)
+    what = "answers" if hasattr(cfg, "reference") else "rows"
     for name, dataset in held_out.items():
-        held = _tokenized(dataset)
+        held = _tokenized(dataset, answers=True)
         if trained is None or held is None or len(trained) + len(held) > MOST_ROWS:
             continue
         known = set(_rows(trained))
@@ -48,8 +52,8 @@ def advice(
             divide = "dataset.split=train[:95%] and train[95%:] divide a file"
             repeats = "a file that repeats rows has them in both parts; leave the repeats out"
             lines.append(
-                f"{both:,} of {len(held):,} rows of validation.sets.{name} are also trained on, so "
-                f"its loss says little; {divide if both == len(held) else repeats}"
+                f"{both:,} of {len(held):,} {what} of validation.sets.{name} are also trained on, "
+                f"so its loss says little; {divide if both == len(held) else repeats}"
             )
     return "\n".join(lines)
 
@@ -95,11 +99,42 @@ def _rate(cfg: Any) -> Iterator[str]:
         yield f"optimizer.lr {lr:g} is {side} all published rates of {words}, {low:g} to {high:g}"
 
 
-def _tokenized(dataset: Any) -> TokenizedDataset | None:
-    """The samples under packs and subsets, if they are tokens in memory."""
-    while not isinstance(dataset, TokenizedDataset) and hasattr(dataset, "dataset"):
-        dataset = dataset.dataset
-    return dataset if isinstance(dataset, TokenizedDataset) else None
+def _reference(cfg: Any) -> Iterator[str]:
+    if get_key(cfg, "reference") == "base" and get_key(cfg, "adapter.start_from") is not None:
+        yield (
+            "reference: base is the model without adapter.start_from; reference=start compares "
+            "with that start, as after supervised tuning"
+        )
+
+
+def _labels(cfg: Any, loader: Loader) -> Iterator[str]:
+    """KTO's authors let good and bad answers weigh 1 to 1 up to 4 to 3 (arXiv:2402.01306)."""
+    labels = getattr(getattr(loader, "items", None), "desirable", None)
+    loss = get_key(cfg, "loss")
+    if labels is None or not isinstance(loss, Component) or loss.path.rpartition(".")[2] != "kto":
+        return
+    good, bad = int(labels.sum()), int((~labels).sum())
+    given = [loss.kwargs.get(f"{kind}desirable_weight", 1.0) for kind in ("", "un")]
+    share = good * given[0] / max(bad * given[1], 1e-9)
+    if not 0.5 <= share <= 2:
+        key, ratio = ("desirable", bad / good) if good < bad else ("undesirable", good / bad)
+        yield (
+            f"{good:,} good and {bad:,} bad answers weigh {share:.2g} to 1 in the loss; "
+            f"loss.{key}_weight={ratio:.3g} evens them out"
+        )
+
+
+def _tokenized(dataset: Any, answers: bool = False) -> TokenizedDataset | None:
+    """The samples under packs, subsets and, with `answers`, preferences, if they are tokens in
+    memory."""
+    while not isinstance(dataset, TokenizedDataset):
+        if hasattr(dataset, "dataset"):
+            dataset = dataset.dataset
+        elif answers and isinstance(dataset, Preferences):
+            dataset = dataset.samples
+        else:
+            return None
+    return dataset
 
 
 def _rows(dataset: TokenizedDataset) -> Iterator[int]:

@@ -89,6 +89,11 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
         [ASK],
     ),
     "hh": (hh_dataset, {key: TALK + text for key, text in TEXT.items()}, [*BEFORE, ASK]),
+    "the prompt as in hh": (  # it was one user message
+        preference_dataset,
+        TEXT | {"prompt": TALK.rstrip()},
+        [*BEFORE, ASK],
+    ),
     "orca": (
         orca_pairs_dataset,
         TEXT | {"system": "Be short.", "question": "2 + 2?"},

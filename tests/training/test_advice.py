@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset
+from qfsdp.data.preferences.tokenized import PackedPreferences, Preferences
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.training.advice import advice
 
@@ -22,7 +24,12 @@ def rows(*lengths: int, first: int = 0) -> TokenizedDataset:
 
 
 def told(
-    dataset: Any, held: Any = None, total: int = 200, batch: int = 8, **changes: Any
+    dataset: Any,
+    held: Any = None,
+    total: int = 200,
+    batch: int = 8,
+    items: Any = None,
+    **changes: Any,
 ) -> list[str]:
     cfg = SimpleNamespace(
         max_seq_len=64,
@@ -33,7 +40,7 @@ def told(
         adapter=SimpleNamespace(method="dora"),
     )
     vars(cfg).update(changes)
-    loader: Any = SimpleNamespace(dataset=dataset, global_batch_size=batch)
+    loader: Any = SimpleNamespace(dataset=dataset, global_batch_size=batch, items=items)
     return advice(cfg, loader, total, {} if held is None else {"v": held}, 4096).splitlines()
 
 
@@ -66,6 +73,32 @@ def test_rows_of_validation_that_are_trained(packed: bool) -> None:
     assert line.endswith("leave the repeats out")
     (line,) = told(rows(8, 9), rows(8, 9))
     assert line.endswith("dataset.split=train[:95%] and train[95%:] divide a file")
+
+
+def test_answers_of_validation_that_are_trained() -> None:
+    pairs = Preferences(rows(8, 9, 10, 11), True, "pairs.jsonl")
+    held = Preferences(rows(8, 9, 30, 31), True, "held.jsonl")
+    (line,) = told(PackedPreferences(pairs, 64, 0), held, reference="base")
+    assert line.startswith("2 of 4 answers of validation.sets.v are also trained on")
+
+
+def test_a_reference_without_the_start() -> None:
+    start = SimpleNamespace(method="lora", start_from="runs/sft/adapter")
+    (line,) = told(rows(8, 9), reference="base", adapter=start)
+    assert "reference=start" in line
+    assert told(rows(8, 9), reference="start", adapter=start) == []
+
+
+def test_labels_that_are_not_balanced() -> None:
+    def lines(*labels: bool, **weights: float) -> list[str]:
+        items = SimpleNamespace(desirable=np.array(labels))
+        return told(rows(8, 9), items=items, loss=Component("kto", weights))
+
+    assert lines(True, True, False) == lines(True, *[False] * 5, desirable_weight=5.0) == []
+    (line,) = lines(True, *[False] * 5)
+    assert line.startswith("1 good and 5 bad answers weigh 0.2 to 1") and "loss.desirable" in line
+    (line,) = lines(*[True] * 5, False)
+    assert line.endswith("loss.undesirable_weight=5 evens them out")
 
 
 def test_rows_that_lose_their_ends() -> None:

@@ -60,7 +60,8 @@ def preference_dataset(
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         prompt_column: column with the prompt, text or messages. Null: the answers' columns have
-            whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`.
+            whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`. A
+            prompt may be such a text too, up to the answer's `\\n\\nAssistant:`.
         chosen_column, rejected_column: columns with the better and the worse answer.
         margin_column: column with a number, by how much the chosen answer is better, for reward
             models: scores are to differ by more than it.

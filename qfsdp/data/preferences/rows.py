@@ -230,9 +230,12 @@ def _prompt(row: Row, columns: Columns) -> Messages:
         value = _cell(row, columns.prompt) if columns.prompt is not None else []
     if isinstance(value, list):
         return _messages(value)
-    if not text_of(value).strip():
+    text = text_of(value)
+    if not text.strip():
         raise Unusable("an empty prompt")
-    return [{"role": "user", "content": text_of(value)}]
+    if re.fullmatch(r"\s*Human:.*\n\nAssistant:\s*", text, re.DOTALL):  # up to the answer
+        return dialogue(text)[:-1]
+    return [{"role": "user", "content": text}]
 
 
 def _turns(value: Any, column: str, has_prompt: bool) -> Messages:

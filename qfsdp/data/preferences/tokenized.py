@@ -75,7 +75,7 @@ class Preferences:
             text, or the bits of a pair's margin; None: neither.
 
     Attributes:
-        paired: as given.
+        samples, paired: as given.
         lengths: slots that each item takes in a row.
         desirable: the labels, bool, or of classes int; None: pairs.
         margins: of pairs that have one, fp32; None: none have.
@@ -88,7 +88,7 @@ class Preferences:
     def __init__(
         self, samples: TokenizedDataset, paired: bool, source: str, number: Number | None = None
     ) -> None:
-        self._samples, self.paired = samples, paired
+        self.samples, self.paired = samples, paired
         self.tokens, self.id_range = samples.tokens, samples.id_range
         ends = np.asarray(samples.ends, dtype=np.int64)
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
@@ -138,7 +138,7 @@ class Preferences:
     def digest(self) -> str:
         """A hash of the tokens and labels of all items, in their order."""
         found = hashlib.sha256(str(self.paired).encode())
-        for array_ in (self.tokens, self._samples.labels):
+        for array_ in (self.tokens, self.samples.labels):
             found.update(memoryview(array_).cast("B"))
         for place in (self._begins, self._prompts, self._places, self._answers):
             found.update(np.ascontiguousarray(place).tobytes())
@@ -150,7 +150,7 @@ class Preferences:
         begin, place = int(self._begins[at]), int(self._places[at])
         asked: list[int] = self.tokens[begin : begin + prompt].tolist()
         said: list[int] = self.tokens[place : place + answer].tolist()
-        labels: list[int] = self._samples.labels[place : place + answer].tolist()
+        labels: list[int] = self.samples.labels[place : place + answer].tolist()
         return asked + said, [IGNORE_INDEX] * prompt + labels
 
     def _cut(self, limit: RowLimit, source: str) -> None:
