@@ -147,14 +147,22 @@ def sync_folder(folder: Path) -> None:
 
 def replace_folder(new: Path, folder: Path) -> None:
     """Syncs `new` and renames it to `folder`. At any time `folder` or `<folder>.replaced` is
-    complete; see `recover_folder`."""
+    complete; see `recover_folder`. In place of a link comes the folder itself."""
     sync_folder(new)
     replaced = _replaced(folder)
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(folder):
+        _remove(replaced)
         folder.rename(replaced)
     new.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a file or a link in its place, as far as it can."""
+    if path.is_dir() and not path.is_symlink():
+        return shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def recover_folder(folder: Path) -> None:

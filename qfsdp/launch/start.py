@@ -154,7 +154,9 @@ def _typed_words(argv: Sequence[str], key: str) -> list[str]:
 def checked(check: Callable[[T], None], config: T) -> None:
     """Runs a recipe's `check`; what it names on the hub is then downloaded. Raises UserError."""
     if (output_dir := getattr(config, "output_dir", None)) is not None:
-        check_folder("output_dir", Path(output_dir).expanduser())
+        # A file, or a link to nowhere, in place of what is written last would cost the run.
+        for name in ("", *(("checkpoints", "adapter", "model") if _trains(config) else ())):
+            check_folder("output_dir", Path(output_dir).expanduser() / name)
     try:
         with previewed(config):
             check(config)

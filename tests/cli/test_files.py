@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 
 from qfsdp.common import files
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import check_folder, json_object, whole_file, write_text
+from qfsdp.common.files import check_folder, json_object, replace_folder, whole_file, write_text
+from qfsdp.launch.start import checked
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
@@ -65,6 +67,36 @@ def test_what_is_no_json_object_is_empty(text: str | bytes | None, tmp_path: Pat
     assert json_object(file) == {}
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}')  # as Windows writes it
     assert json_object(file) == {"a": 1}
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling", "file"])
+def test_a_folder_takes_the_place_of_whatever_was_there(tmp_path: Path, kind: str) -> None:
+    """A link was left as best.replaced, and every later best state was refused."""
+    best, target = tmp_path / "best", tmp_path / "target"
+    if kind == "file":
+        best.touch()
+    elif kind == "folder":
+        best.mkdir()
+    else:
+        best.symlink_to(target)
+        target.mkdir() if kind == "link" else None
+    for number in ("1", "2"):
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new/number").write_text(number)
+        replace_folder(tmp_path / "new", best)
+        assert not best.is_symlink() and (best / "number").read_text() == number
+    left = {"best", "target"} if kind == "link" else {"best"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "adapter"])
+def test_what_is_written_last_is_tried_first(tmp_path: Path, name: str) -> None:
+    """A link to a disk that is not there ended the run at its first save, or after its last."""
+    config = SimpleNamespace(output_dir=str(tmp_path), distributed=None)
+    checked(lambda _: None, config)
+    (tmp_path / name).symlink_to("/nowhere/scratch")
+    with pytest.raises(UserError, match=f"^output_dir: '.*/{name}' cannot be written: No such"):
+        checked(lambda _: None, config)
 
 
 def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
