@@ -185,9 +185,11 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
             continue
         (told if kind == "told" else differing).append(_difference(key, was, now))
     if differing:
+        adapter = folder / "adapter"
+        start = f", which adapter.start_from={adapter} begins with this adapter"
         raise UserError(
             f"resume: '{folder}' was trained with other settings: {'; '.join(differing)}; "
-            "expected the same, or a new run with another output_dir"
+            f"expected the same, or a new run with another output_dir{start * adapter.is_dir()}"
         )
     lines = [f"changed since '{folder.name}': {'; '.join(told)}"] if told else []
     if unknown:

@@ -179,9 +179,10 @@ def test_what_was_trained_may_not_change(
     words = [word.format(folder=folder) for word in words]
     with pytest.raises(UserError) as error:
         check(folder, f"output_dir={finished}", "resume=auto", *words)
-    text = str(error.value)
+    text, last = str(error.value), published(finished)[-1]
     assert message in text and "\n" not in text
-    assert text.startswith(f"resume: '{published(finished)[-1]}' was trained with other settings: ")
+    assert text.startswith(f"resume: '{last}' was trained with other settings: ")
+    assert text.endswith(f"adapter.start_from={last}/adapter begins with this adapter")
 
 
 def test_what_is_not_computed_may_change(folder: Path, finished: Path) -> None:
