@@ -271,6 +271,13 @@ def why_unread(key: str) -> str:
     return "is not among this model's adapters"
 
 
+def why_missing(key: str) -> str:
+    """What to do where an adapter's file lacks a tensor of the model: the end of a message."""
+    if key != HEAD_KEY:
+        return "is missing"
+    return "is missing; expected a reward model's; recipes/merge makes a base of another adapter"
+
+
 def missing_files(folder: Path) -> str:
     """The message for a folder that is not a whole adapter."""
     expected = f"expected an adapter in PEFT's format, {CONFIG_FILE} and {WEIGHTS_FILE}"

@@ -40,6 +40,7 @@ from qfsdp.checkpoint.adapter_config_file import (
     read_peft_config,
     row_ids,
     whole_names,
+    why_missing,
     why_unread,
 )
 from qfsdp.checkpoint.adapter_settings import check_settings
@@ -354,7 +355,7 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
     if ties_rows(model):  # PEFT writes a copy beside a resized base
         found.pop(f"{KEY}lm_head.{DELTA}", None)
     for key in sorted(params.keys() ^ found.keys()):
-        where = "is missing" if key in params else why_unread(key)
+        where = why_missing(key) if key in params else why_unread(key)
         raise UserError(f"{file}: tensor {key!r} {where}")
     shared = {
         f"base_model.model.{name}.{PEFT_FIELDS[module.shared]}": module.experts

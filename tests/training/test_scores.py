@@ -141,6 +141,15 @@ def test_ten_updates_as_peft(
         torch.testing.assert_close(last_scores(model, batch), by_them, rtol=0, atol=1e-5)
 
 
+def test_a_start_without_a_head_is_told(model_dir: Path, tmp_path: Path) -> None:
+    """As after supervised tuning."""
+    model, config = scored_model(model_dir, PAIRS)
+    plain = adapted_model(model_dir, config, format="none")
+    save_adapter(plain, config, str(model_dir), tmp_path, cpu_world())
+    with pytest.raises(UserError, match="score.weight' is missing; .* recipes/merge makes a base"):
+        check_adapter(config, tmp_path, model)
+
+
 def test_packed_rows_have_the_same_scores(model_dir: Path) -> None:
     model, _ = scored_model(model_dir, PAIRS)
     samples = random_samples(4)
