@@ -384,6 +384,10 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
             "'WhisperForConditionalGeneration' is no causal language model",
         ),
         (
+            {"architectures": [], "model_type": "lfm2"},
+            r"architectures is \[\]; expected a list with the class of the model, such as",
+        ),
+        (
             {
                 "architectures": ["GemmaForCausalLM"],
                 "model_type": "gemma",

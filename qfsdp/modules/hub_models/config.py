@@ -167,7 +167,9 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
     """The config of a model that transformers builds; raises as `model_config`."""
     architecture, kind = _architecture(config), config.get("model_type")
     if architecture is None:
-        return _unknown(None, source, config, list(FAMILIES))
+        given = f"architectures is {config.get('architectures')!r:.50}"
+        expected = 'a list with the class of the model, such as ["LlamaForCausalLM"]'
+        raise UserError(f"{source}: {given}; expected {expected}")
     try:
         from transformers import CONFIG_MAPPING
     except ImportError:
@@ -228,14 +230,12 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
         raise UserError(f"{source}: {architecture} {why}; such a model is not trained")
 
 
-def _unknown(
-    architecture: str | None, source: str, config: dict[str, Any], known: list[str]
-) -> HubConfig:
+def _unknown(architecture: str, source: str, config: dict[str, Any], known: list[str]) -> HubConfig:
     if architecture in known:  # such as the shapes that estimates know by name, and Kimi K2
         kinds = {kind for of in known_models() for kind in of if of[kind] == architecture}
         expected = f"expected {' or '.join(sorted(kinds))}, as transformers calls {architecture}"
         raise UserError(f"{source}: model_type {config.get('model_type')!r}; {expected}")
-    near = difflib.get_close_matches(architecture or "", known, 1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(architecture, known, 1, cutoff=0.0)[0]
     with_code = "; its own code (auto_map) is not run" if "auto_map" in config else ""
     raise UserError(
         f"{source}: architecture {architecture!r} is unknown to qfsdp{_versions(config)}"
