@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qfsdp.common.devices import sum_dtype
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import did_you_mean, first_line, nearest
-from qfsdp.config.component import Component
+from qfsdp.config.component import Component, passed_by_name
 from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.reference import Reference, as_reference
@@ -346,7 +346,8 @@ def _check_arguments(term: Term) -> None:
     """Checks the arguments of a loss by its signature, and the range of those that all losses
     share."""
     component = term.component
-    component.check(term.key, provided=["answers"])
+    first = next(iter(passed_by_name(component.resolve(term.key))), "answers")  # by any name
+    component.check(term.key, provided=[first])
     given = component.kwargs
     for name in ("beta", "desirable_weight", "undesirable_weight"):
         if name in given and not given[name] > 0:

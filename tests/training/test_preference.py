@@ -207,6 +207,15 @@ def scalar(answers: Answers) -> Loss:
     return answers.logprobs[:1], answers.logprobs
 
 
+def short(a: Answers, beta: float = 1.0) -> Loss:
+    """A loss that names its answers otherwise."""
+    return beta * a.margins(a.logprobs), a.logprobs
+
+
+def test_a_loss_names_its_answers_as_it_likes() -> None:
+    Objective(Component("tests.training.test_preference.short", {"beta": 2.0}), "base").check()
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_one_line(name: str) -> None:
     loss, reference, words = MISTAKES[name]
