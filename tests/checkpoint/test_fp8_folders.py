@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.add_tokens import NewTokens, add_tokens
+from qfsdp.checkpoint.weights.expand import expand_folder
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.fp8_layout import as_numbers, without_scales
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE, SafetensorsFolder
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
@@ -28,7 +31,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models
 from tests.models import cpu_world, randomize_adapters
 from tests.peft_oracle import dequantized_base
-from tests.tiny import ROOT, run_recipe
+from tests.tiny import ROOT, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 KEPT = ("embed_tokens", "lm_head", "gate.weight", "vision", "multi_modal")
@@ -118,6 +121,17 @@ def test_weights_and_merges_equal_those_of_the_dequantized_model(
     assert ours.keys() == reference.keys()
     assert all(torch.equal(ours[key], reference[key]) for key in ours)
     assert {tensor.dtype for tensor in ours.values()} <= {torch.bfloat16, torch.float32}
+
+
+def test_longer_and_deeper_models_are_plain(tmp_path: Path) -> None:
+    """A section about FP8 left in config.json would have others multiply by factors."""
+    fp8 = ModelWeights(to_fp8(write_tiny_model(tmp_path / "plain"), tmp_path / "fp8"))
+    new = NewTokens({"<a>": 577}, 578, {})
+    add_tokens(fp8, new, tmp_path / "longer", cpu_world(), MAX_FILE_BYTES)
+    expand_folder(fp8, 1, tmp_path / "deeper", cpu_world())
+    for folder in (tmp_path / "longer", tmp_path / "deeper"):
+        assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+        assert {t.dtype for t in load_file(folder / SINGLE).values()} == {torch.bfloat16}
 
 
 def layer(folder: Path, weight: Tensor, scale: Tensor, suffix: str, **quantization: Any) -> Path:

@@ -615,15 +615,16 @@ def test_tokenizers_that_llama_cpp_lacks(tmp_path: Path) -> None:
         read_gguf_tokenizer(folder, 608)
 
 
-def test_a_number_that_f16_does_not_have(tmp_path: Path) -> None:
+@pytest.mark.parametrize("type", ["f16", "q4_1"])  # q4_1: for the least number of a block
+def test_a_number_that_f16_does_not_have(type: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = write_model(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 70000.0
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = -70000.0
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(UserError, match="up_proj.weight has numbers too large for f16"):
-        exported(model, tmp_path / "out", "gguf_type=f16")
+        exported(model, tmp_path / "out", f"gguf_type={type}")
     assert not list((tmp_path / "out").glob("*.gguf*"))
 
 

@@ -484,6 +484,10 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
             "'model.layers.0.mlp.down_proj.weight' has 577 columns; expected requantize=none",
         ),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
+        (
+            ["model.path={large}", "dtype=fp16"],
+            "embed_tokens.weight: holds NaN or infinity in fp16, whose largest number is 65,504",
+        ),
         (["adapter={of_nan}"], "layers.0.mlp.up_proj.lora_A.weight' holds NaN or infinity"),
         (["dtype=fp8"], "dtype: 'fp8' is not valid; expected one of 'bf16', 'fp16', 'fp32'"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid; expected a number of bytes"),
@@ -494,15 +498,19 @@ def test_mistakes_are_reported_in_one_line(
 ) -> None:
     model_dir, adapter = even
     places = {"model": model_dir, "other": tmp_path / "other", "of_odd": tmp_path / "of_odd"}
-    places |= {name: tmp_path / name for name in ("odd", "nan", "of_nan")}
+    places |= {name: tmp_path / name for name in ("odd", "nan", "large", "of_nan")}
     if any("{odd}" in word for word in words):
         section = AdapterConfig("lora", 5, 7.0)
         trained(write_tiny_model(places["odd"]), section, places["of_odd"])
     write_tiny_model(places["other"], **EVEN, hidden_size=96)
-    write_tiny_model(places["nan"], **EVEN)
-    tensors = load_file(places["nan"] / SINGLE)
-    tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
-    save_file(tensors, places["nan"] / SINGLE)
+    for name, stored, value in (
+        ("nan", "layers.1.input_layernorm.weight", float("nan")),
+        ("large", "embed_tokens.weight", 1e5),
+    ):
+        write_tiny_model(places[name], **EVEN)
+        tensors = load_file(places[name] / SINGLE)
+        tensors[f"model.{stored}"].view(-1)[3] = value
+        save_file(tensors, places[name] / SINGLE)
     shutil.copytree(adapter, places["of_nan"])
     tensors = load_file(adapter / WEIGHTS_FILE)
     tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"][0, 0] = float("nan")

@@ -66,7 +66,8 @@ class GgufTensor:
         return prod(self.shape) // block * size
 
     def arrays(self, rows: Iterator[Tensor]) -> Iterator[Any]:
-        """The weight's rows as the file has them. Raises ValueError: f16 has no such number.
+        """The weight's rows as the file has them. Raises ValueError: f16 has no such number;
+        quantized types have it for the scales of their blocks.
 
         Rows are reordered after they are quantized: where a tensor is reordered as a whole, its
         bytes in the file are held once (`in_proj_qkv` of Qwen3.5-9B in f32: 134 MB), not its
@@ -82,7 +83,6 @@ class GgufTensor:
 
     def _quantized(self, rows: Iterator[Tensor]) -> Iterator[Any]:
         from gguf.quants import quantize
-        from numpy import errstate, isfinite
 
         for chunk in rows:
             numbers = chunk.float().cpu()
@@ -92,11 +92,10 @@ class GgufTensor:
                 numbers = numbers[:, self.columns]
             if self.change is not None:
                 numbers = self.change(numbers)
-            with errstate(over="ignore"):
-                made = quantize(numbers.numpy(), self.type)
-            if made.dtype == "float16" and not isfinite(made).all():
+            in_f16 = self.type.name not in ("F32", "BF16")  # the numbers, or scales of blocks
+            if in_f16 and numbers.numel() and numbers.abs().amax() >= 65_520:
                 raise ValueError(f"{self.weight.name} has numbers too large for f16")
-            yield made
+            yield quantize(numbers.numpy(), self.type)
 
 
 class Layout:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder
 from qfsdp.checkpoint.weights.experts import PARAMETER
+from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.quantize import quantized_model, quantized_weights
@@ -82,6 +83,7 @@ class W4A16Export:
         at = 0
         for chunk in self.merge.rows(weight, device, pieces):
             made = integers(chunk.float(), self.group_size, self.merge.dtype)
+            check_finite(f"{weight.name}'s scales", made["weight_scale"])
             for field in ("packed", "scale"):
                 file.write(f"{weight.name}_{field}", made[f"weight_{field}"], at)
             at += len(chunk)

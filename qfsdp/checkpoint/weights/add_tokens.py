@@ -7,12 +7,11 @@ are copied from file to file, 16 MB at a time, and keep their dtype.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qfsdp.checkpoint.weights.convert import convert_folder, copied, copies_but
+from qfsdp.checkpoint.weights.convert import convert_folder, copied, copies_but, plain_config
 from qfsdp.checkpoint.weights.expand import check_plain
 from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
@@ -70,7 +69,7 @@ def add_tokens(
 ) -> None:
     """Writes a model folder with the new tokens. Every rank must call it; each rank writes a part
     of the files. Raises UserError: see `convert_folder`."""
-    config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
+    config = plain_config(weights.folder)
     config["vocab_size"] = new.rows
     tables = [name for name in TABLES if name in weights.plain]
     conversions = copies_but(weights, tables)

@@ -315,12 +315,17 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.rpartition(".")[2] in KEPT_FP32 else dtype
 
 
-def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """The `config.json` of a model folder, with all weights plain and of `dtype`."""
+def plain_config(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The `config.json` of a model folder, with all weights plain and of `dtype`.
+
+    Args:
+        dtype: None: the weights keep theirs. Those that are stored in FP8 are written in bf16.
+    """
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for part in (config, config.get("text_config")):  # which vLLM and a model of text alone read
         if isinstance(part, dict):
-            for key in ("quantization_config", "dtype"):
-                part.pop(key, None)
-            part["torch_dtype"] = str(dtype).removeprefix("torch.")  # any version reads it
+            part.pop("quantization_config", None)
+            if dtype is not None:
+                part.pop("dtype", None)
+                part["torch_dtype"] = str(dtype).removeprefix("torch.")  # any version reads it
     return config

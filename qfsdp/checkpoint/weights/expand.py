@@ -12,7 +12,6 @@ Weights are copied as bytes from file to file, 16 MB at a time.
 
 from __future__ import annotations
 
-import json
 import re
 from fractions import Fraction
 from math import floor
@@ -21,7 +20,12 @@ from typing import Any
 
 import torch
 
-from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder, copied
+from qfsdp.checkpoint.weights.convert import (
+    WeightConversion,
+    convert_folder,
+    copied,
+    plain_config,
+)
 from qfsdp.checkpoint.weights.experts import stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
@@ -153,8 +157,7 @@ def expand_folder(
     UserError: see `check_plain` and `convert_folder`. NaN and infinity are refused, as they are not
     zero when multiplied by zero."""
     check_plain(weights)
-    config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # of FP8, which is written in bf16
+    config = plain_config(weights.folder)
     new_config = expanded_config(config, new_blocks)
     parts, conversions = DecoderConfig.from_dict(new_config), {}
     for name, (source, zero) in _tensor_sources(config, new_blocks).items():

@@ -234,7 +234,8 @@ def _copied_pieces(into: Tensor, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
 def check_finite(name: str, values: Tensor) -> None:
     """Raises ValueError if one of the numbers is NaN or infinite."""
     if not is_finite(values):
-        raise ValueError(f"{name}: holds NaN or infinity")
+        half = " in fp16, whose largest number is 65,504" * (values.dtype == torch.float16)
+        raise ValueError(f"{name}: holds NaN or infinity{half}")
 
 
 def use_huge_pages(tensor: Tensor) -> None:

@@ -284,7 +284,7 @@ class Merge:
         rows = self._rows(weight, held, device)
         if weight.written is None:
             dtype = dtype_of(weight.name, self.dtype)
-            return weight.stored.write(file, (chunk.to(dtype) for chunk in rows))
+            return weight.stored.write(file, _rounded(weight.name, rows, dtype))
         height, width = weight.shape
         quantized = FORMATS[weight.written].empty(height, width, self.dtype, device)
         quantized.quantize_(rows, weight.name)
@@ -363,6 +363,14 @@ class Merge:
             written = next(iter(formats.values()))
             config["quantization_config"] = bnb_config(written, self.dtype, skipped)
         return config
+
+
+def _rounded(name: str, rows: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Raises ValueError: fp16 has no such number."""
+    for chunk in rows:
+        rounded = chunk.to(dtype)
+        check_finite(name, rounded)
+        yield rounded
 
 
 def _adapted(model: AnyDecoder) -> set[str]:
