@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from benchmarks.estimate import STEP, _peak_within_steps
+from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.data.batch import Batch
 from qfsdp.evaluation.inference_model import load_for_inference
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.planning.estimate import estimate
 from qfsdp.planning.preflight import check_memory
 from qfsdp.planning.teacher_pass import alone, build_teacher, teacher_step
 from qfsdp.training.distillation import Teacher, of_teacher
+from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
 from tests.recipes.test_distill_distributed import NAME, write_models
 from tests.tiny import load_recipe, write_tiny_model
@@ -76,3 +79,13 @@ def test_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "facts.json").touch()  # begun by a larger machine, perhaps
     check_memory(cfg, *functions)
+
+
+def test_a_teacher_of_many_layers_with_an_adapter(tmp_path: Path) -> None:
+    recipe, cfg = written(tmp_path, "preflight=true")
+    adapter, folder = AdapterConfig("lora", rank=2), tmp_path / "teacher_adapter"
+    model = adapted_model(tmp_path / "teacher", adapter)
+    save_adapter(model, adapter, str(tmp_path / "teacher"), folder, cpu_world())
+    cfg.teacher.adapter = str(folder)
+    cfg.device_memory = "8GiB"
+    check_memory(cfg, recipe.build_model, recipe.train_step)
