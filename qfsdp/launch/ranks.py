@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
+from qfsdp.common.terminal import warn
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
 from qfsdp.launch.nodes import set_rendezvous
 from qfsdp.launch.signals import forwarded_to_ranks
@@ -23,6 +24,7 @@ NODES = "QFSDP_NNODES"  # torchrun's --nnodes, while a config is checked
 MOST_NODES = 1000  # of "1:1000000", the numbers that are checked
 RANK_WORDS = ("cpu", "gpu", "auto", "xpu")  # of torchrun's --nproc_per_node
 MOST_RANKS_PER_CORE = 32  # a rank takes 0.3 GB; more is a mistyped number
+COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun and mpirun
 EXPLAINED = (USER_ERROR_STATUS, HANG_STATUS, LOST_PEER_STATUS)  # told in one line already
 
 
@@ -66,6 +68,28 @@ def check_environment() -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and given and not {*given.split(",")} <= {*here}:
         expected = f"expected some of {', '.join(here)}, or `unset {INTERFACES}`"
         raise UserError(f"{INTERFACES}: {given!r} in the environment; {expected}")
+
+
+def check_plain_start(trains: bool) -> None:
+    """Checks a start without torchrun's flags, which starts the ranks of this machine alone. Warns
+    of a training command that srun or mpirun has started several times.
+
+    Raises:
+        UserError: a cluster's variables name several machines; each would train on its own. Where
+            every process has one device, they may say which rank it is: that is none.
+    """
+    count, world = local_world_size(), os.environ.get("WORLD_SIZE", "1")
+    nodes = os.environ.get("PET_NNODES", "1")  # torchrun's --nnodes, if there are flags
+    alone = world == "1" and nodes != "1" and numbers_of_nodes(nodes)[-1] > 1
+    for name, value, wrong in (("PET_NNODES", nodes, alone), ("WORLD_SIZE", world, world != "1")):
+        if wrong and (count > 1 or (trains and alone)):
+            flags = "--nnodes N --node_rank I --master_addr HOST --nproc_per_node COUNT"
+            given = f"{name}: {value!r} in the environment, as on one of several machines"
+            raise UserError(f"{given}; expected `tune run {flags} ...`, or `unset {name}`")
+    copies = next((name for name in COPIES if os.environ.get(name, "1") != "1"), None)
+    if copies is not None and trains and world == "1":
+        each = f"{copies}: {os.environ[copies]} commands were started, and each trains on its own"
+        warn(f"{each}; `tune run --nproc_per_node N ...` starts N ranks of one run")
 
 
 def check_one_process() -> None:

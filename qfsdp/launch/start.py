@@ -38,6 +38,7 @@ from qfsdp.hub.upload import check_push, push_results
 from qfsdp.launch.lost_peers import lost_peers
 from qfsdp.launch.ranks import (
     check_environment,
+    check_plain_start,
     leave_process_group,
     local_world_size,
     run_ranks_here,
@@ -72,6 +73,8 @@ def launch(
         config = load_config(schema, argv)
         _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
+            if not one_process:
+                check_plain_start(_trains(config))
             checked(check, config)
             if not _trains(config) and (line := unused_driver()) is not None:
                 say(line)  # a run's summary tells it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed import DistNetworkError
 from qfsdp.common.devices import check_system
 from qfsdp.common.errors import UserError, user_errors
 from qfsdp.config.component import Component
-from qfsdp.launch.ranks import check_environment, rank_failures
+from qfsdp.launch.ranks import check_environment, check_plain_start, rank_failures
 from qfsdp.training.report.run_folder import read_steps
 
 
@@ -30,6 +31,38 @@ def test_variables_of_torchrun(name: str, value: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"{name}: '{value}' in the environment; expected an int"):
         check_environment()
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "refused", "told"),
+    [
+        ({"PET_NNODES": "2"}, 1, "PET_NNODES: '2'", ""),
+        ({"PET_NNODES": "1:4"}, 8, "PET_NNODES: '1:4'", ""),
+        ({"WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2"}, 8, "WORLD_SIZE: '2'", ""),
+        ({"WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2"}, 1, "", ""),  # it is rank 1
+        ({"WORLD_SIZE": "1", "PET_NNODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, 8, "", ""),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, 1, "", "SLURM_STEP_NUM_TASKS: 4 commands were started"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 8, "", "OMPI_COMM_WORLD_SIZE: 2 commands"),
+    ],
+)
+def test_variables_of_several_machines(
+    given: dict[str, str],
+    devices: int,
+    refused: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without torchrun's flags every machine trained on its own, or waited for ten minutes."""
+    monkeypatch.setattr("qfsdp.launch.ranks.accelerator_count", lambda: devices)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_plain_start(trains=True)
+    assert told in capsys.readouterr().err
+    if devices == 1:  # chat, or one rank of an evaluation
+        check_plain_start(trains=False)
+        assert not capsys.readouterr().err
 
 
 def test_an_interface_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
