@@ -194,7 +194,13 @@ def parse_run(program: str, words: Sequence[str]) -> argparse.Namespace:
     parser = get_args_parser()
     parser.prog, parser.usage = f"{program} run", f"{program} run {RUN_USAGE}"
     parser.epilog = f"`{program} run RECIPE --help` lists the keys of a recipe."
-    return parser.parse_args(words)
+    args, others = parser.parse_known_args(words)
+    if others and others[0].startswith(("--config", "-c")):  # in the recipe's place
+        config = others[0].partition("=")[2] or args.training_script
+        raise UserError(right_forms.no_recipe(program, config))
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    return args
 
 
 def _with_config_path(argv: list[str]) -> list[str]:

@@ -42,6 +42,7 @@ def not_understood(word: str, second: str, third: str, schema: type) -> str:
     if second.startswith("=") and len(second) > 1:
         return f"'{shown} ...': overrides are written without spaces: {word}{quote(second)}"
     keys = get_type_hints(schema)
+    word = second if word == "-c" else word
     if word.endswith((".yaml", ".yml")):
         return f"{told}; a config is given as --config {quote(word)}"
     is_adapter = os.path.isfile(os.path.join(word, "adapter_config.json"))

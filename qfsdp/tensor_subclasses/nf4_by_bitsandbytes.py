@@ -7,6 +7,7 @@ Importing bitsandbytes takes seconds, so a model must be worth it. Training keep
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -59,12 +60,17 @@ def _operator() -> Callable[..., Tensor] | None:
     """A function of codes `[rows, cols / 2]`, absmax `[rows, blocks]`, and the weights' dtype."""
     if find_spec("bitsandbytes") is None:
         return None
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of a missing kernel for products, which are ours
     try:
         import bitsandbytes  # noqa: F401
 
         operator: Any = torch.ops.bitsandbytes.dequantize_4bit.default
     except Exception:  # it is built for another machine, or has another API
         return None
+    finally:
+        logger.setLevel(level)
 
     def dequantize(codes: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
         shape = codes.size(0), 2 * codes.size(1)

@@ -49,6 +49,9 @@ MISTAKES = {  # what is typed -> parts of the line
     "run configs/llama3_8b_qdora.yaml": (
         "expected qfsdp run recipes/qdora_distributed --config configs/llama3_8b_qdora.yaml"
     ),
+    f"run --config {CONFIG} seed=1": f"qfsdp run recipes/qdora_distributed --config {CONFIG}",
+    f"run --nproc_per_node 2 --config={CONFIG} seed=1": f"_distributed --config {CONFIG}",
+    "run recipes/merge -c other.yaml": "a config is given as --config other.yaml",
     "run recipes/merge other.yaml": "a config is given as --config other.yaml",
     "run recipes/lora": "did you mean 'recipes/qdora_distributed'?",
     "run recipes/qlora.py": "did you mean 'recipes/qdora_distributed'?",

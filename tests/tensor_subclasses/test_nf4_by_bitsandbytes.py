@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,3 +69,15 @@ def test_small_models_and_other_bits_keep_our_kernel(monkeypatch: pytest.MonkeyP
     for operator in (None, rounds, fails):
         monkeypatch.setattr(nf4_by_bitsandbytes, "_operator", lambda operator=operator: operator)
         assert not use_for(Model()) and nf4_dequantize.dequantizer is nf4_dequantize.dequantize_nf4
+
+
+def test_its_import_prints_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warns = "import logging\nlogging.getLogger('bitsandbytes.ops').warning('no kernel')\n"
+    (tmp_path / "bitsandbytes.py").write_text(warns)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    use_for(Model())
+    assert sys.modules.pop("bitsandbytes").__file__ == str(tmp_path / "bitsandbytes.py")
+    assert not caplog.records
