@@ -312,6 +312,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / SINGLE).unlink(),
         "{folder}/model.safetensors does not exist; the model's weights are read from it",
     ),
+    "weights under another name": (
+        lambda f: (f / SINGLE).rename(f / "model-00001-of-00001.safetensors"),
+        "{folder}/model.safetensors does not exist; the model's weights are read from it; "
+        "model-00001-of-00001.safetensors would be read if model.safetensors.index.json named its",
+    ),
     "a file that the index names is missing": (
         lambda f: edit_index(f, json.dumps({"weight_map": {Q_PROJ: "model-00002.safetensors"}})),
         "{folder}/model-00002.safetensors does not exist; the model's weights are read from it",

@@ -82,6 +82,8 @@ class SafetensorsFolder:
                 change = "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
                 why_not = f"a pickle, {pickle.name}, can run code"
                 told += f"; {why_not}: transformers makes safetensors of it: {change}"
+            elif not listed and (other := min(file.parent.glob("*.safetensors"), default=None)):
+                told += f"; {other.name} would be read if {INDEX} named its tensors"
             raise UserError(told)
         check_no_pointer(file)
         with open(file, "rb") as handle:
