@@ -138,7 +138,8 @@ def add_new_tokens(cfg: Any) -> None:
     ids = cfg.tokenizer.build().new_tokens
     model, adapter, cfg.model.mean_rows = cfg.model, cfg.adapter, None
     config = model.any_config()
-    model.mean_rows = [min(ids.values()), rows_for(ids, config.vocab_size, MULTIPLE)]
+    first = min(*ids.values(), config.vocab_size)  # tokens before may have no rows
+    model.mean_rows = [first, rows_for(ids, config.vocab_size, MULTIPLE)]
     model.any_config()  # finds what it cannot be
     if adapter.modules_to_save is None and adapter.trainable_token_indices is None:
         if not adapter.is_low_rank:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qfsdp.checkpoint.adapter_files import save_adapter
-from qfsdp.checkpoint.weights.add_tokens import plan_tokens
+from qfsdp.checkpoint.weights.add_tokens import NewTokens, add_tokens, plan_tokens
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.mean_rows import TABLES
 from qfsdp.checkpoint.weights.merge import Merge
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.data import hf_tokenizer
@@ -65,6 +69,19 @@ def test_as_transformers(tied: bool, smollm2_dir: Path, tmp_path: Path) -> None:
     assert len(after.get_input_embeddings().weight) == after.config.vocab_size == 49216
     with torch.no_grad():
         assert torch.equal(after(torch.arange(20).view(1, 20)).logits[..., :49152], old)
+
+
+def test_tokens_before_that_have_no_rows(tmp_path: Path) -> None:
+    """A padding token that was added to a tokenizer alone: its row was read from the bytes of
+    another weight."""
+    model = write_tiny_model(tmp_path / "model", vocab_size=48)
+    new = NewTokens({"<q>": 50}, 64, {})
+    add_tokens(ModelWeights(model), new, tmp_path / "out", cpu_world(), MAX_FILE_BYTES)
+    before, after = (load_file(folder / SINGLE) for folder in (model, tmp_path / "out"))
+    for name in TABLES:
+        assert torch.equal(after[name][:48], before[name])
+        mean = before[name].double().mean(0).float()
+        assert torch.equal(after[name][48:], mean.expand(16, -1))
 
 
 @pytest.mark.long

@@ -215,6 +215,15 @@ def test_weights_of_its_own(smollm2_dir: Path, tmp_path: Path) -> None:
     assert adapter_of(tmp_path / "whole")["base_model.model.lm_head.weight"].shape == (49216, 96)
 
 
+def test_tokens_before_that_have_no_rows(smollm2_dir: Path, tmp_path: Path) -> None:
+    """As a padding token that was added to the tokenizer alone; its row is the mean too."""
+    words = [*shop(tmp_path, smollm2_dir), f"output_dir={tmp_path}/run"]
+    write_tiny_model(tmp_path / "model", vocab_size=49150, hidden_size=96, tie_word_embeddings=True)
+    recipe = load_recipe()
+    recipe.check(cfg := load_config(recipe.Config, words))
+    assert cfg.model.mean_rows == [49150, 49216]
+
+
 def test_mistakes(smollm2_dir: Path, tmp_path: Path) -> None:
     """Each is one line, before anything is loaded."""
     words = [*shop(tmp_path, smollm2_dir), f"output_dir={tmp_path}/run"]

@@ -42,6 +42,7 @@ class MeanRows(ComputedTensor):
 
     @classmethod
     def of(cls, stored: StoredTensor, first: int, rows: int) -> MeanRows:
+        first = min(first, stored.rows)  # a tokenizer may have tokens without rows, as a later pad
         shape, size = (rows, *stored.shape[1:]), rows * stored.row_bytes
         return cls(stored.name, stored.file, stored.dtype, shape, 0, size, stored, first)
 

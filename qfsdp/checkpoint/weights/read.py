@@ -178,6 +178,8 @@ class OpenFiles:
 
     def _read_bytes(self, tensor: StoredTensor, offset: int, into: Tensor) -> None:
         view = into.reshape(-1).view(torch.uint8).numpy().data
+        # What follows are the bytes of other tensors.
+        assert offset + len(view) <= tensor.start + tensor.size, tensor.name
         try:
             if tensor.file not in self._descriptors:
                 self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
