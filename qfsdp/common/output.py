@@ -152,7 +152,7 @@ def _replaced(stream: Any, number: int, name: str) -> io.TextIOWrapper:
         io.BufferedWriter(_Output(number, words, "" if stream is not None else "closed")),
         encoding="utf-8" if stream is None else stream.encoding,
         errors="backslashreplace",  # a path that ASCII does not have must not end a run
-        line_buffering=name == "stderr" or stream is None or stream.isatty(),
+        line_buffering=True,  # a print of the user's own keeps its place in a log, and after a kill
     )
     for handler in stream_handlers():
         if handler.stream is stream:

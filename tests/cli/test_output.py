@@ -22,7 +22,7 @@ for number in range(3000):
     print("out", number, flush=number == 7)
     print("err", number, file=sys.stderr)
 logging.getLogger("qfsdp").warning("a warning")
-print("buffered until the end")
+print("the end")
 open(sys.argv[1], "w").write("complete")
 """
 
@@ -38,7 +38,7 @@ def test_a_process_goes_on(full: tuple[str, ...], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "end").read_text() == "complete"
     if "stdout" not in full:
-        assert done.stdout.splitlines()[-1] == "buffered until the end"
+        assert done.stdout.splitlines()[-1] == "the end"
     if "stderr" not in full:
         assert done.stderr.splitlines()[-1] == "a warning"
         assert len(done.stderr.splitlines()) == 3001
@@ -147,3 +147,12 @@ def test_ascii_gets_escapes_of_other_characters() -> None:
     script = "from qfsdp.common.output import *; outlive_output_errors(); print('/runs/\u00e9')"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"/runs/\\xe9\n")
+
+
+def test_lines_keep_their_order_and_survive_a_kill() -> None:
+    script = "import os, sys; from qfsdp.common.output import *; outlive_output_errors()\n"
+    script += "for n in 1, 2: print(f'mine {n}'); print(f'step {n}', file=sys.stderr)\nos._exit(9)"
+    words, environment = [sys.executable, "-c", script], os.environ | {"PYTHONPATH": str(ROOT)}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(words, env=environment, check=False, timeout=LIMIT_S, **both)
+    assert done.stdout.splitlines() == ["mine 1", "step 1", "mine 2", "step 2"]
