@@ -103,7 +103,7 @@ class DiskRing:
     def add(self, weight: Hashable, unit: Hashable, source: FileRows) -> None:
         """Registers a weight under the key `weight`; weights of one unit are read together."""
         entries = self._units.setdefault(unit, [])
-        start = entries[-1].stop if entries else 0
+        start = -(-entries[-1].stop // 8) * 8 if entries else 0  # numbers are read in place
         entries.append(_Entry(unit, source, start))
         self._entries[weight] = entries[-1]
 

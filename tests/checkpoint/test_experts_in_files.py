@@ -19,11 +19,14 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.common.errors import UserError
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.models import cpu_world, load_model, loaded
+from tests.checkpoint.test_fp8_folders import to_fp8
+from tests.models import build_meta_model, cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
@@ -105,6 +108,29 @@ def test_what_transformers_writes_is_loaded_and_what_we_write_it_loads(
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.equal(transformers_logits(folder), expected)
+
+
+def logits_of_frozen(cases: list[tuple[Path, str]]) -> list[list[Tensor]]:
+    """Of a base in memory, and of one that stays on disk."""
+    found = []
+    for folder, dtype in cases:
+        found.append([])
+        for where in ("none", "disk"):
+            sharding = ShardingConfig(offload_base=where, ring_memory="4MiB")
+            model = build_meta_model(folder, "none", dtype=dtype).requires_grad_(False)
+            shard_model(model, sharding, cpu_world())
+            load_base(model, ModelWeights(folder), torch.device("cpu"), sharding)
+            found[-1].append(our_logits(model))
+    return found
+
+
+def test_on_disk_are_rows_of_several_tensors_and_of_numbers_in_fp8(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    fp8 = to_fp8(folders["qwen3_moe"], tmp_path / "fp8")
+    cases = [(folders["gpt_oss"], "fp32"), (fp8, "bf16")]  # the latter has a tensor for each expert
+    for resident, on_disk in run_ranks(2, logits_of_frozen, cases)[1]:
+        assert torch.equal(resident, on_disk)
 
 
 def fuse(tensors: dict[str, Tensor], count: int) -> None:

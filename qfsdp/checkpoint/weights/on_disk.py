@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, StoredTensor
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
@@ -49,7 +51,13 @@ def leave_on_disk(model: AnyDecoder, source: ModelWeights, memory: int) -> None:
         if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
             weight = source.quantized.get(name)
             stored = source.plain[name] if weight is None else weight.columns[0]
-            read_into = partial(files.read_rows, stored, held.start)
+            read_into = partial(_read_rows, files, stored, held.start)
             rows = FileRows(held.stop - held.start, stored.row_bytes, read_into)
             local.store.attach(ring, rows)
     ring.start()
+
+
+def _read_rows(files: OpenFiles, stored: StoredTensor, first: int, into: Tensor) -> None:
+    """Fills bytes, as many as rows have from `first` on."""
+    numbers = into.view(STORED_DTYPES[stored.dtype])
+    files.read_rows(stored, first, numbers.view(-1, *stored.shape[1:]))
