@@ -16,7 +16,7 @@ from qfsdp.common.long_waits import long_wait
 from qfsdp.distributed.exchange import World as World
 from qfsdp.distributed.strategy import ShardingConfig as ShardingConfig
 from qfsdp.distributed.strategy import mesh_shape, needs_fsdp
-from qfsdp.launch.nodes import wait_for_name
+from qfsdp.launch.nodes import check_master, used_port, wait_for_name
 from qfsdp.launch.watchdog import DistributedConfig as DistributedConfig
 
 
@@ -56,8 +56,9 @@ def init_world(
 
     Raises:
         UserError: this machine has fewer accelerators than processes, the environment has only
-            some of torchrun's variables, `MASTER_ADDR` is a name that no machine has, or
-            `sharding.replicate` and `sharding.shard` do not give the number of processes.
+            some of torchrun's variables, `MASTER_PORT` is no port or in use, `MASTER_ADDR` is a
+            name that no machine has, or `sharding.replicate` and `sharding.shard` do not give the
+            number of processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -75,11 +76,8 @@ def init_world(
         return World(device)
     timeout = (distributed or DistributedConfig()).for_collectives
     if not dist.is_initialized():
-        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        if size > 1 and (missing := [name for name in needed if name not in os.environ]):
-            given = f"WORLD_SIZE: {size} in the environment, without {', '.join(missing)}"
-            raise UserError(f"{given}; expected all that torchrun sets, or `unset WORLD_SIZE`")
         if size > 1:
+            check_master()
             place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             wait_for_name("MASTER_ADDR", place)
         # With an explicit device NCCL connects now, not in the first collective.
@@ -87,7 +85,13 @@ def init_world(
         options["timeout"] = timeout
         if size == 1:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(**options)
+        try:
+            dist.init_process_group(**options)
+        except dist.DistNetworkError as error:
+            used = used_port(error, "MASTER_PORT")
+            if used is None or dist.is_torchelastic_launched():  # whose ranks may start again
+                raise
+            raise used from None
     mesh = init_device_mesh(device.type, (size,))
     hosts = None
     if device.type != "cpu":

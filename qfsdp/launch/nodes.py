@@ -10,6 +10,8 @@ The first form is torchrun's static rendezvous: the agent of node 0 opens a stor
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 import time
 from argparse import Namespace
@@ -105,6 +107,29 @@ def wait_for_name(flag: str, endpoint: str) -> None:
                         "address of a machine of this run"
                     ) from None
             time.sleep(_PAUSE_S)
+
+
+def check_master() -> None:
+    """Checks the variables by which a rank finds the first one. Raises UserError: one is missing,
+    empty, or no port."""
+    given = f"WORLD_SIZE: {os.environ['WORLD_SIZE']} in the environment"
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in needed if not os.environ.get(name)]:
+        without = f"{given}, without {', '.join(missing)}"
+        raise UserError(f"{without}; expected all that torchrun sets, or `unset WORLD_SIZE`")
+    port = os.environ["MASTER_PORT"]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        raise UserError(f"MASTER_PORT: {port!r} in the environment; expected a port, 1 to 65535")
+
+
+def used_port(error: Exception, name: str) -> UserError | None:
+    """What PyTorch says of a port in use as one line; `name` is the flag or variable that gave the
+    port. None: it says something else."""
+    port = re.search(r"port: (\d+)", str(error))
+    if "EADDRINUSE" not in str(error) or port is None:
+        return None
+    used = f"{name}: port {port[1]} of this machine is in use"
+    return UserError(f"{used}; expected a free one, the same on all machines")
 
 
 def wait_seconds(args: Namespace) -> int:

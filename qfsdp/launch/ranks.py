@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import sys
 from argparse import Namespace
@@ -15,7 +14,7 @@ from qfsdp.common.devices import accelerator_count, cores
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
 from qfsdp.common.terminal import warn
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
-from qfsdp.launch.nodes import set_rendezvous
+from qfsdp.launch.nodes import set_rendezvous, used_port
 from qfsdp.launch.signals import forwarded_to_ranks
 from qfsdp.launch.watchdog import HANG_STATUS
 
@@ -229,11 +228,9 @@ def rank_failures(elastic: bool = False) -> Iterator[None]:
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
     except DistNetworkError as error:
-        port = re.search(r"port: (\d+)", str(error))
-        if "EADDRINUSE" not in str(error) or port is None:
+        if (used := used_port(error, "--master_port")) is None:
             raise
-        used = f"--master_port: port {port[1]} of this machine is in use"
-        raise UserError(f"{used}; expected a free one, the same on all machines") from None
+        raise used from None
     except RendezvousError as error:
         reason = f"{type(error).__name__} {error}".strip()
         what = "the other machines cannot be reached, or have ended the run"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import DistNetworkError
 
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import init_world
@@ -124,6 +125,32 @@ def test_a_rank_whose_environment_has_such_a_name(monkeypatch: pytest.MonkeyPatc
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="^MASTER_ADDR: 'no-such-machine.invalid' is not known"):
+        init_world()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE: 2 in the environment, without MASTER_ADDR; exp"),
+        ({"MASTER_PORT": ""}, "WORLD_SIZE: 2 in the environment, without MASTER_PORT; exp"),
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT: 'abc' in the environment; expected a port"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: '99999' in the environment; expected a port"),
+        ({}, "MASTER_PORT: port 29500 of this machine is in use; expected a free one"),
+    ],
+)
+def test_where_rank_0_is_to_listen(
+    given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of our launcher: an empty address was asked for a minute, the rest were traces."""
+
+    def used(**_: Any) -> None:  # in this process its groups would have other names afterwards
+        raise DistNetworkError("port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message:")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", used)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (variables | given).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=told):
         init_world()
 
 
