@@ -29,9 +29,9 @@ from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models
-from tests.models import cpu_world, randomize_adapters
+from tests.models import cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base
-from tests.tiny import ROOT, run_recipe, write_tiny_model
+from tests.tiny import GPT_OSS, ROOT, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 KEPT = ("embed_tokens", "lm_head", "gate.weight", "vision", "multi_modal")
@@ -210,6 +210,22 @@ def test_factors_of_stacked_experts(tmp_path: Path) -> None:
     with closing(OpenFiles()) as files:
         files.read_rows(replace(tensor, shape=(72, 20)), 20, into)
     assert torch.equal(into, expected[20:50].to(torch.bfloat16))
+
+
+def test_columns_of_fp8_are_refused(tmp_path: Path) -> None:
+    """Of gpt-oss' experts: the bytes of the file's header were taken for weights."""
+    folder = write_tiny_model(tmp_path / "model", **GPT_OSS, num_hidden_layers=1)
+    tensors = load_file(folder / SINGLE)
+    stem = "model.layers.0.mlp.experts"
+    for name in ("gate_up_proj", "down_proj"):
+        rows = tensors.pop(f"{stem}.{name}.weight").unflatten(0, (5, -1)).mT.contiguous()
+        tensors[f"{stem}.{name}"] = rows.to(torch.float8_e4m3fn)
+        tensors[f"{stem}.{name}_scale_inv"] = torch.ones(5, 1, 1)
+        tensors[f"{stem}.{name}_bias"] = tensors.pop(f"{stem}.{name}.bias").view(5, -1)
+    save_file(tensors, folder / SINGLE)
+    change(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match=r"is in FP8, and its columns are read; expected 16 bits"):
+        load_model(folder, format="none")
 
 
 @pytest.mark.parametrize(

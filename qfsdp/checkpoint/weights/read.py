@@ -113,8 +113,11 @@ class StackedTensor(StoredTensor):
     def of(
         cls, name: str, parts: Sequence[StoredTensor], transposed: bool = False
     ) -> StackedTensor:
-        """The stack of `parts`, all of one shape and dtype."""
+        """The stack of `parts`, all of one shape and dtype. Raises UserError: `transposed`, and
+        numbers are computed, not stored."""
         first, size = parts[0], sum(part.size for part in parts)
+        if transposed and isinstance(first, ComputedTensor):
+            raise first.wrong("is in FP8, and its columns are read; expected 16 bits", name)
         rows, *rest = first.shape[::-1] if transposed else first.shape
         shape = (rows * len(parts), *rest)
         return cls(name, first.file, first.dtype, shape, 0, size, tuple(parts), transposed)
