@@ -19,13 +19,9 @@ is an error. tests/docs holds all of it current.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +122,8 @@ def estimate(config: str, ranks: int, changes: Sequence[str]) -> Any:
     from qfsdp.planning.extrapolate import estimate_fast
 
     training = read_training(["--config", str(ROOT / f"configs/{config}.yaml"), *changes])
-    recipe, model = training.recipe, training.cfg.model
-    with expanded_folder(model.path) as path:
-        cfg = replace(training.cfg, model=replace(model, path=path))
-        return estimate_fast(recipe.build_model, recipe.train_step, cfg, ranks)
-
-
-@contextmanager
-def expanded_folder(path: str) -> Iterator[str]:
-    """`path`; for a model "...-pro" or "...-pro-RATE" a folder with the `config.json` that
-    recipes/block_expansion writes at that rate (0.25)."""
-    from qfsdp.checkpoint.weights.expand import blocks_of_rate, expanded_config
-    from qfsdp.planning.known_models import find_config
-
-    parts = re.fullmatch(r"(.*)-pro(?:-([\d.]+))?", path)
-    if parts is None:
-        yield path
-        return
-    config = find_config(parts[1])
-    blocks = blocks_of_rate(config["num_hidden_layers"], float(parts[2] or 0.25))
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(expanded_config(config, blocks)))
-        yield folder
+    recipe = training.recipe
+    return estimate_fast(recipe.build_model, recipe.train_step, training.cfg, ranks)
 
 
 # Table

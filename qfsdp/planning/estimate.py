@@ -33,6 +33,7 @@ from qfsdp.checkpoint.resume import CheckpointConfig
 from qfsdp.checkpoint.state import Stager, trained_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.devices import sum_dtype
+from qfsdp.common.errors import UserError
 from qfsdp.common.sizes import parse_size
 from qfsdp.data import Batch
 from qfsdp.data.joined import joined
@@ -376,7 +377,11 @@ def model_folder(model: Any, layers: int | None) -> Iterator[tuple[Path, StoredF
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "config.json").write_text(json.dumps(config))
         formats = stored_formats(config) if weights is None else weights.formats
-        yield Path(temporary), StoredFormats(formats)
+        try:
+            yield Path(temporary), StoredFormats(formats)
+        except UserError as error:
+            error.args = (str(error).replace(temporary, str(model.path)),)
+            raise
 
 
 @contextmanager

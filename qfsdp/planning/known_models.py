@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.weights.expand import blocks_of_rate, expanded_config
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import find_model_file, local_folder
 from qfsdp.modules.hub_models.config import AnyConfig, Implementation, model_config_of
@@ -22,9 +23,10 @@ def find_config(path: str) -> dict[str, Any]:
     """The parsed `config.json` of a model folder or of a known model.
 
     A known model is found by the last part of `path`, in any variant:
-    "models/Meta-Llama-3-70B-Instruct", "Qwen/Qwen2.5-7B". Of other names on the hub, only the small
-    files are downloaded. Raises UserError: `config.json` cannot be read; or `path` is neither a
-    folder nor a known model."""
+    "models/Meta-Llama-3-70B-Instruct", "Qwen/Qwen2.5-7B". With "-pro" or "-pro-RATE" at the end, as
+    in the shipped configs, it is what recipes/block_expansion makes of it at that rate (0.25). Of
+    other names on the hub, only the small files are downloaded. Raises UserError: `config.json`
+    cannot be read; or `path` is neither a folder nor a known model."""
     file = local_folder(path) / "config.json"
     if file.is_file():
         try:
@@ -41,7 +43,10 @@ def find_config(path: str) -> dict[str, Any]:
             f"model.path: '{path}' is not a model folder; expected a folder with config.json, or "
             f"a known model: {', '.join(known)}"
         )
-    return known[name]
+    if (pro := re.search(r"-pro(?:-([\d.]+))?$", path)) is None:
+        return known[name]
+    blocks = blocks_of_rate(known[name]["num_hidden_layers"], float(pro[1] or 0.25))
+    return expanded_config(known[name], blocks)
 
 
 def planned_config(model: Any) -> AnyConfig:

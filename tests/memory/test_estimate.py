@@ -329,6 +329,15 @@ def test_known_shapes_are_decoders() -> None:
         assert find_config(name) == config
 
 
+def test_an_expanded_model_of_a_known_one_and_the_name_in_a_message() -> None:
+    assert find_config("models/Meta-Llama-3-8B-Instruct-pro")["num_hidden_layers"] == 40
+    assert len(find_config("models/Llama-2-7b-hf-pro-0.1")["expanded_layers"]) == 3
+    recipe = load_recipe("full_finetune_distributed")
+    argv = ["--config", str(ROOT / "configs/llama3_8b_llama_pro.yaml"), "model.path=llama-3-8b"]
+    with pytest.raises(UserError, match=r"expanded_layers in llama-3-8b/config\.json is None"):
+        estimate_fast(recipe.build_model, recipe.train_step, load_config(recipe.Config, argv), 1)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),  # as their model cards say
     [
