@@ -30,7 +30,8 @@ def lost_peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistError is one
-        if "LOCAL_RANK" not in os.environ or not _is_lost_peer(error):
+        several = "LOCAL_RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+        if not several or not _is_lost_peer(error):
             raise
         sys.stdout.flush()
         # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4. This is ..."
@@ -47,9 +48,13 @@ def _is_lost_peer(error: RuntimeError) -> bool:
 
 
 def _tell_agent(reason: str) -> None:
-    """Writes the reason to the file that torchrun's agent reads after a failure."""
+    """Writes the reason to the file that torchrun's agent reads after a failure; a rank without an
+    agent prints it."""
     extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}
     text = json.dumps({"message": {"message": reason, "extraInfo": extra}})
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         with suppress(OSError):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(text)
+    elif "TORCHELASTIC_RUN_ID" not in os.environ:
+        rank = os.environ.get("RANK", "0")
+        print(f"error: rank {rank} has lost another rank: {reason}", file=sys.stderr, flush=True)

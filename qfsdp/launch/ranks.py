@@ -78,9 +78,11 @@ def check_plain_start(trains: bool) -> None:
             every process has one device, they may say which rank it is: that is none.
     """
     count, world = local_world_size(), os.environ.get("WORLD_SIZE", "1")
-    nodes = os.environ.get("PET_NNODES", "1")  # torchrun's --nnodes, if there are flags
+    # torchrun's --nnodes, if there are flags; or that of LLaMA-Factory and others
+    key = "NNODES" if "NODE_RANK" in os.environ and "NNODES" in os.environ else "PET_NNODES"
+    nodes = os.environ.get(key, "1")
     alone = world == "1" and nodes != "1" and numbers_of_nodes(nodes)[-1] > 1
-    for name, value, wrong in (("PET_NNODES", nodes, alone), ("WORLD_SIZE", world, world != "1")):
+    for name, value, wrong in ((key, nodes, alone), ("WORLD_SIZE", world, world != "1")):
         if wrong and (count > 1 or (trains and alone)):
             flags = "--nnodes N --node_rank I --master_addr HOST --nproc_per_node COUNT"
             given = f"{name}: {value!r} in the environment, as on one of several machines"

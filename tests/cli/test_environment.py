@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed import DistNetworkError
 from qfsdp.common.devices import check_system
 from qfsdp.common.errors import UserError, user_errors
 from qfsdp.config.component import Component
+from qfsdp.launch.lost_peers import LOST_PEER_STATUS, lost_peers
 from qfsdp.launch.ranks import check_environment, check_plain_start, rank_failures
 from qfsdp.training.report.run_folder import read_steps
 
@@ -37,6 +39,8 @@ def test_variables_of_torchrun(name: str, value: str, monkeypatch: pytest.Monkey
     ("given", "devices", "refused", "told"),
     [
         ({"PET_NNODES": "2"}, 1, "PET_NNODES: '2'", ""),
+        ({"NNODES": "2", "NODE_RANK": "1"}, 8, "NNODES: '2'", ""),  # as for LLaMA-Factory
+        ({"NNODES": "2"}, 8, "", ""),  # of a script that starts all machines
         ({"PET_NNODES": "1:4"}, 8, "PET_NNODES: '1:4'", ""),
         ({"WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2"}, 8, "WORLD_SIZE: '2'", ""),
         ({"WORLD_SIZE": "2", "RANK": "1", "PET_NNODES": "2"}, 1, "", ""),  # it is rank 1
@@ -89,6 +93,24 @@ def test_a_user_without_a_home(
     assert capsys.readouterr().err.startswith(f"warning: HOME: not set, and user {os.getuid()} has")
     check_system()
     assert not capsys.readouterr().err
+
+
+def test_a_lost_peer_without_an_agent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that a cluster's variables have made ended with a trace of gloo and status 1."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in ("LOCAL_RANK", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=str(LOST_PEER_STATUS)), lost_peers():
+        raise RuntimeError("[a/pair.cc:553] Connection closed by peer [10.0.0.1]:4. This is")
+    told = "error: rank 1 has lost another rank: Connection closed by peer [10.0.0.1]:4\n"
+    assert capsys.readouterr().err == told
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError), lost_peers():
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_a_port_in_use() -> None:
