@@ -184,11 +184,12 @@ def _packed_linear(
     cols: int,
     row_offset: int,
     fp8: bool,
+    bias: Tensor | None,
 ) -> Tensor:
     if fp8:
         y = forward_product(x.flatten(0, -2), qdata, metadata, format, row_offset, None)
         return y.view(*x.shape[:-1], -1)
-    return x @ frozen_weight(qdata, metadata, format, cols, row_offset, x.dtype).t()
+    return F.linear(x, frozen_weight(qdata, metadata, format, cols, row_offset, x.dtype), bias)
 
 
 @custom_op("qfsdp::packed_linear_backward")
@@ -242,17 +243,23 @@ class _Gradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.T`. Its gradient goes to the stand-in, `_`."""
+    """`x @ weight.T`, plus `bias` if given. Its gradient goes to the stand-in, `_`."""
 
     @staticmethod
     def forward(
-        ctx: Any, _: Tensor, x: Tensor, qdata: Tensor, metadata: Sequence[Tensor], which: Any
+        ctx: Any,
+        _: Tensor,
+        x: Tensor,
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
+        which: Any,
+        bias: Tensor | None,
     ) -> Tensor:
-        return _packed_linear(x, qdata, metadata, *which)
+        return _packed_linear(x, qdata, metadata, *which, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
@@ -276,5 +283,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = Fa
     qdata, metadata, format, first = bytes_of(weight)
     which = (format, weight.size(1), first, fp8)
     before = _Gradient.apply(x, qdata, metadata, which)
-    y = _Product.apply(before, x.detach(), qdata, metadata, which)
-    return y if bias is None else y + bias
+    # `nn.Linear` rounds a product and its bias together. Plain bytes, as of an offloaded base, do
+    # the same; quantized linears round twice, as those with adapters, which start as their base.
+    together = format.startswith("plain") and bias is not None and not bias.requires_grad
+    y = _Product.apply(before, x.detach(), qdata, metadata, which, bias if together else None)
+    return y if bias is None or together else y + bias

@@ -22,6 +22,7 @@ from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
+from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.tiny import needs_compiler
 
@@ -222,6 +223,9 @@ def test_linear_equals_that_of_the_dequantized_weight(
     assert torch.equal(x.grad, grad @ plain)
     with torch.no_grad():
         assert torch.equal(linear(x, plain, bias), F.linear(x, plain, bias))
+        rows = PlainRows.empty(*plain.shape, dtype, "cpu")  # such as those of an offloaded base
+        rows.quantize_(plain)
+        assert torch.equal(linear(x, rows, bias), F.linear(x, plain, bias))
 
 
 def test_linear_of_transposed_and_expanded_tensors(weight: NF4Tensor) -> None:
