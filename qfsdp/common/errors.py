@@ -154,14 +154,13 @@ def limits_of_the_system() -> Iterator[None]:
 
 
 def refused_variable(error: BaseException) -> str | None:
-    """The variable of the environment whose value ended the import of a package: the message or one
-    of the last lines of code has its name."""
+    """The variable of the environment whose value made the import of a package fail, or None. Its
+    name stands in the message, or in one of the last lines of code."""
     frames = traceback.extract_tb(error.__traceback__)[-8:]
     if not any(frame.name == "<module>" for frame in frames):
         return None  # no import
-    words = re.findall(
-        r"\w+", "\n".join([str(error), *(frame.line or "" for frame in frames[-4:])])
-    )
+    lines = [str(error), *(frame.line or "" for frame in frames[-4:])]
+    words = re.findall(r"\w+", "\n".join(lines))
     return next((word for word in words if "_" in word and word in os.environ), None)
 
 

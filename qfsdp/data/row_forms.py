@@ -167,7 +167,7 @@ def _preferences(
 def _with_beside(
     form: Form, row: Mapping[str, Any], lower: Mapping[str, str], prompt: str | None
 ) -> Form:
-    """A form whose prompt is text, with the column that its prompt is about."""
+    """Adds the column that a text prompt is about, such as `input` beside `instruction`."""
     texts = [name for name in BESIDE if isinstance(row.get(lower.get(name, "")), TEXTS)]
     beside = next((name for name in texts if name != prompt), None)
     if beside and prompt and isinstance(row[lower[prompt]], TEXTS):

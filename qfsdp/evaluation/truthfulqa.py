@@ -15,8 +15,8 @@ def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
     Follows the repository's own evaluation (arXiv:2109.07958). MC1 has the best answer and all
     incorrect ones, MC2 all correct and all incorrect ones. Each ends with a period.
 
-    Scores differ from those on the hub's `multiple_choice` rows, whose choices were picked by hand.
-    This file does not contain them. Raises UserError: the file lacks one of the four columns."""
+    The hub's `multiple_choice` rows have choices that were picked by hand, and this file does not
+    have them. So scores differ. Raises UserError: the file lacks one of the four columns."""
     needed = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
     rows = []
     with file.open(encoding="utf-8-sig", newline="") as lines:

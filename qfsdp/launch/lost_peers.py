@@ -35,7 +35,7 @@ def lost_peers() -> Iterator[None]:
             raise
         sys.stdout.flush()
         # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4. This is ..."
-        _tell_agent(re.sub(r"^\[\S+\] ", "", str(error)).strip().partition(". ")[0])
+        _tell(re.sub(r"^\[\S+\] ", "", str(error)).strip().partition(". ")[0])
         # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
         os._exit(LOST_PEER_STATUS)
 
@@ -47,7 +47,7 @@ def _is_lost_peer(error: RuntimeError) -> bool:
     return plain and re.search(_GONE, str(error)) is not None
 
 
-def _tell_agent(reason: str) -> None:
+def _tell(reason: str) -> None:
     """Writes the reason to the file that torchrun's agent reads after a failure; a rank without an
     agent prints it."""
     extra = {"py_callstack": reason, "timestamp": str(int(time.time()))}

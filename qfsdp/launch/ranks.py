@@ -74,8 +74,8 @@ def check_plain_start(trains: bool) -> None:
     of a training command that srun or mpirun has started several times.
 
     Raises:
-        UserError: a cluster's variables name several machines; each would train on its own. Where
-            every process has one device, they may say which rank it is: that is none.
+        UserError: a cluster's variables name several machines, and each would train on its own.
+            A machine with one device is no error if `WORLD_SIZE` is set: its process is one rank.
     """
     count, world = local_world_size(), os.environ.get("WORLD_SIZE", "1")
     # torchrun's --nnodes, if there are flags; or that of LLaMA-Factory and others

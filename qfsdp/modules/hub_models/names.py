@@ -117,8 +117,9 @@ def _table(hf: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _ignored(hf: Any) -> list[re.Pattern[str]]:
-    """Patterns of names that transformers does not read, or of layers that predict further tokens:
-    its own patterns have the numbers that these have in the released sizes of a model."""
+    """Patterns of the names in files that are not read: those of transformers, and the layers that
+    predict further tokens. transformers' patterns have the numbers of these layers in the released
+    sizes of a model only."""
     patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     text = hf.config.get_text_config()
     more = getattr(text, "num_mtp_layers", 0) or getattr(text, "num_nextn_predict_layers", 0) or 0
